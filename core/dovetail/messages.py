@@ -27,7 +27,8 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
 
     Requests of different ``tenant``s take turns, in proportion to their ``weight``. ``adapter`` is the name of an adapter
     (LoRA), or empty. The request waits until it is on the device. An adapter that the engine does not know, because it was
-    started again, is read from ``adapter_directory``, unless that is empty.
+    started again, is read from ``adapter_directory``, unless that is empty. ``adapter_param`` is the request field that names
+    the adapter, for errors.
     """
 
     rid: str
@@ -43,6 +44,7 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     weight: float = 1.0
     adapter: str = ""
     adapter_directory: str = ""
+    adapter_param: str = "model"
 
 
 class AbortMsg(msgspec.Struct, tag=True, frozen=True):
@@ -111,7 +113,8 @@ class ExpertLoadMsg(msgspec.Struct, tag=True, frozen=True):
 
 class LoadAdapterMsg(msgspec.Struct, tag=True, frozen=True):
     """Read the adapter in ``directory``, and make it known as ``name``, in place of one of that name, whose requests go on with
-    it. The engine answers with ``CommandReply`` when the adapter is read; other requests go on meanwhile."""
+    it. The engine answers with ``CommandReply`` when the adapter is read, or when the load is ended before that; other
+    requests go on meanwhile."""
 
     call_id: str
     name: str
@@ -119,11 +122,20 @@ class LoadAdapterMsg(msgspec.Struct, tag=True, frozen=True):
 
 
 class UnloadAdapterMsg(msgspec.Struct, tag=True, frozen=True):
-    """Refuse new requests for an adapter, and free its memory when the last of its requests has ended. The engine answers with
-    ``CommandReply``."""
+    """Refuse new requests for an adapter, and free its memory when the last of its requests has ended. Loads of ``name`` that
+    have not finished are ended with an error. The engine answers with ``CommandReply``: a refusal if there was neither an
+    adapter nor a load."""
 
     call_id: str
     name: str
+
+
+class AbortLoadsMsg(msgspec.Struct, tag=True, frozen=True):
+    """End the loads of adapters that have not finished: each is answered with ``message`` as its error. The engine answers with
+    ``CommandReply`` after these."""
+
+    call_id: str
+    message: str
 
 
 class StatsRequestMsg(msgspec.Struct, tag=True, frozen=True):
@@ -304,7 +316,7 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg | ExpertLoadMsg
-AdapterCommand = LoadAdapterMsg | UnloadAdapterMsg
+AdapterCommand = LoadAdapterMsg | UnloadAdapterMsg | AbortLoadsMsg
 Command = FlushCacheMsg | Control | AdapterCommand
 """A message that is answered with ``CommandReply``."""
 ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | Command | StatsRequestMsg | PingMsg | ShutdownMsg

@@ -76,12 +76,12 @@ def test_versions_have_namespaces_of_their_own():
 
 def test_an_adapter_that_is_not_known_is_read_from_the_directory_that_a_request_names():
     table, _ = table_of(1)
-    with pytest.raises(RequestError, match="no adapter 'a'"):
+    with pytest.raises(RequestError, match="model names the adapter 'a', which the engine does not know"):
         table.attach(SimpleNamespace(adapter=None, namespace=""), "a")
     req = SimpleNamespace(adapter=None, namespace="")
     table.attach(req, "a", "/a")
     assert table.known["a"] is req.adapter
-    with pytest.raises(RequestError, match="no adapter"):
+    with pytest.raises(RequestError, match="engine does not know"):
         AdapterTable(0).attach(req, "a", "/a")
 
 

@@ -207,8 +207,11 @@ def test_adapters_come_and_go_while_requests_run(adapters, expected):
         llm.load_adapter("all", adapters / "patterns")  # the request that runs keeps the version that it has
         assert_same(llm.generate(PROMPTS[3], PARAMS, adapter="all")[0], expected["patterns"][3])
         llm.unload_adapter("all")
-        with pytest.raises(RequestError, match="there is no adapter 'all'"):
+        with pytest.raises(
+            RequestError, match="adapter names the adapter 'all', which the engine does not know"
+        ) as refused:
             llm.generate(PROMPTS[0], PARAMS, adapter="all")
+        assert refused.value.param == "adapter"
         text += "".join(stream)
         alone = serve(adapters, names=["all"])
         with alone:
@@ -309,7 +312,7 @@ def test_numbers_that_are_not_finite_ranks_and_changed_files_are_refused(adapter
 
 def test_adapters_are_off_by_default():
     with LLM("tiny", **SETTINGS) as llm:
-        with pytest.raises(RequestError, match="there is no adapter 'all'"):
+        with pytest.raises(RequestError, match="adapter names the adapter 'all', which the engine does not know"):
             llm.generate("Hello", PARAMS, adapter="all")
         with pytest.raises(RequestError, match=r"adapters\.enabled: true"):
             llm.load_adapter("all", "/nowhere")

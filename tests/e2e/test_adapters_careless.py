@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 from dovetail.engine import adapter_files
 from dovetail.errors import EngineError, RequestError
 from dovetail.llm import LLM
-from dovetail.messages import AbortMsg, CommandReply, GenerateMsg, LoadAdapterMsg, TokenOutput, UnloadAdapterMsg
+from dovetail.messages import (
+    AbortLoadsMsg,
+    AbortMsg,
+    CommandReply,
+    GenerateMsg,
+    LoadAdapterMsg,
+    TokenOutput,
+    UnloadAdapterMsg,
+)
 from dovetail.sampling_params import SamplingParams
 from lora_adapters import write_adapter
 
@@ -95,7 +103,7 @@ def test_random_traffic_for_40_adapters_in_3_slots_ends_and_leaves_nothing(tmp_p
         def step():
             for answer in loop.step():
                 if isinstance(answer, CommandReply):
-                    calls.discard(answer.call_id)
+                    calls.remove(answer.call_id)
                 elif not isinstance(answer, TokenOutput) or answer.finish is not None:
                     assert answer.rid not in ended
                     ended[answer.rid] = answer
@@ -110,13 +118,12 @@ def test_random_traffic_for_40_adapters_in_3_slots_ends_and_leaves_nothing(tmp_p
             event = rng.random()
             if event < 0.2:
                 loop.handle(AbortMsg(str(rng.randrange(i + 1))))
-            elif event < 0.4:
-                directory = rng.choice(["bad", "missing", str(rng.randrange(39))])
-                calls.add(f"load {i}")
-                loop.handle(LoadAdapterMsg(f"load {i}", rng.choice(names[:39]), str(tmp_path / directory)))
-            elif event < 0.45:
-                calls.add(f"unload {i}")
-                loop.handle(UnloadAdapterMsg(f"unload {i}", rng.choice(names[:39])))
+            elif event < 0.47:
+                name, directory = rng.choice(names[:39]), rng.choice(["bad", "missing", str(rng.randrange(39))])
+                load = LoadAdapterMsg(f"call {i}", name, str(tmp_path / directory))
+                unload, end = UnloadAdapterMsg(f"call {i}", name), AbortLoadsMsg(f"call {i}", "no more loads")
+                calls.add(f"call {i}")
+                loop.handle(load if event < 0.4 else unload if event < 0.45 else end)
             for _ in range(rng.randrange(3)):
                 step()
         for _ in range(50_000):

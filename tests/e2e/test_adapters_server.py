@@ -18,7 +18,9 @@ import pytest
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate
 from dovetail.config.tenants import key_digest
+from dovetail.interfaces.api import AdapterCard
 from dovetail.server.launch import running_server
+from dovetail.server.service import Service
 from dovetail.server.tenants.keys import new_key
 from lora_adapters import ALL, module_shapes, write_adapter
 
@@ -156,6 +158,42 @@ def test_unknown_adapters_are_refused(client):
             assert response.json()["error"]["param"] == ("lora_path" if "lora_path" in body else "model")
     response = client.post("/generate", json={"text": ["a", "b"], "lora_path": ["alpha"]})
     assert (response.status_code, "1 entries for 2 prompts" in response.text) == (400, True)
+
+
+ADAPTER_FIELDS = [
+    ("/v1/completions", {"prompt": "a"}, "lora_path"),
+    ("/v1/completions", {"prompt": "a"}, "model"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "lora_path"),
+    ("/v1/embeddings", {"input": "a"}, "lora_path"),
+    ("/encode", {"text": "a"}, "lora_path"),
+    ("/generate", {"text": "a"}, "lora_path"),
+    ("/generate", {"text": "a"}, "lora_name"),
+    ("/generate", {"text": ["a", "b"]}, "lora_name"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), ADAPTER_FIELDS)
+@pytest.mark.parametrize("where", ["server", "engine"])
+def test_errors_of_adapters_that_go_while_a_request_is_prepared_name_its_field(
+    client, monkeypatch, path, body, field, where
+):
+    """The adapter is unloaded after the request was checked, or the engine does not know it and has no directory to read it from."""
+    check = Service.check_adapter
+
+    def check_and_unload(service: Service, name: str) -> None:
+        monkeypatch.setitem(service.served_adapters.cards, name, AdapterCard(name, "", 0))
+        check(service, name)
+        if where == "server":
+            monkeypatch.delitem(service.served_adapters.cards, name)
+
+    monkeypatch.setattr(Service, "check_adapter", check_and_unload)
+    response = client.post(path, json={**body, field: "going"})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    why = "which was unloaded" if where == "server" else "which the engine does not know; load it first"
+    assert error["message"] == f"{field} names the adapter 'going', {why}"
+    if path != "/generate":  # whose errors have no such field
+        assert error["param"] == field
 
 
 def test_tenants_use_the_adapters_that_they_may(client):

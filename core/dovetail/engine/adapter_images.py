@@ -32,8 +32,9 @@ class AdapterImages:
 
         - ``check, directory``: check the headers of an adapter; return a stamp of its files, and why it is refused, or "".
         - ``read, key, directory, stamp``: begin to read an adapter. If ``stamp`` is not empty, the files must still have it.
-        - ``poll``: return [key, stamp, error] of all adapters that were read since the last call; the error is empty if there
-          is none.
+        - ``cancel, key``: do not begin to read an adapter. ``poll`` returns it all the same, with an error unless it was read.
+        - ``poll``: return [key, stamp, error] of all adapters that were read or cancelled since the last call; the error is
+          empty if there is none.
         - ``install, key, slot``: copy an adapter that was read to a slot.
         - ``drop, key``: forget an adapter that was read, or is being read.
         - ``describe``: return the largest rank and the bytes of a slot.
@@ -44,6 +45,10 @@ class AdapterImages:
             case "read":
                 key, directory, expected = args
                 self._reading[key] = self._thread.submit(self._read, directory, expected)
+            case "cancel":
+                (key,) = args
+                if (reading := self._reading.get(key)) is not None:
+                    reading.cancel()
             case "poll":
                 return self._poll()
             case "install":
@@ -85,6 +90,9 @@ class AdapterImages:
         found: list[list[Any]] = []
         for key, future in ended:
             del self._reading[key]
+            if future.cancelled():
+                found.append([key, "", "it was cancelled"])
+                continue
             error = future.exception()
             if error is None:
                 self._images[key], stamp = future.result()

@@ -31,6 +31,7 @@ def expand(
     weight: float = 1.0,
     adapter: str = "",
     adapter_directory: str = "",
+    adapter_param: str = "model",
 ) -> list[GenerateMsg]:
     """Return one message for each of ``rids``, the ids of the ``params.n`` outputs of the prompt ``ids``.
 
@@ -42,8 +43,9 @@ def expand(
         params = dataclasses.replace(params, n=1)
     if len(rids) > 1 and not group:
         group, group_size = f"{rids[0]}/n", len(rids)
-    hints = namespace, priority, group, group_size, session, tenant, weight, adapter, adapter_directory
-    return [GenerateMsg(rid, ids, params, derive_seed(seed, i), *hints) for i, rid in enumerate(rids)]
+    hints = namespace, priority, group, group_size, session, tenant, weight
+    lora = adapter, adapter_directory, adapter_param
+    return [GenerateMsg(rid, ids, params, derive_seed(seed, i), *hints, *lora) for i, rid in enumerate(rids)]
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -403,7 +403,14 @@ class LLM:
             params = with_output_limit(params, max(min(self._most_new, self._info["context_len"] - len(ids)), 1))
         rids = [str(next(self._ids)) for _ in range(params.n)]
         msgs = expand(
-            ids, params, rids, group=hints.group, group_size=hints.group_size, session=hints.session, adapter=adapter
+            ids,
+            params,
+            rids,
+            group=hints.group,
+            group_size=hints.group_size,
+            session=hints.session,
+            adapter=adapter,
+            adapter_param="adapter",
         )
         return [Run(msg, self.tokenizer) for msg in msgs]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import ConfigError
 from dovetail.host_memory import usable_memory
-from dovetail.messages import AdapterCommand, Answer, CommandReply, LoadAdapterMsg, UnloadAdapterMsg
+from dovetail.messages import AbortLoadsMsg, AdapterCommand, Answer, CommandReply, LoadAdapterMsg, UnloadAdapterMsg
 
 if TYPE_CHECKING:
     from dovetail.config.adapters import AdaptersSection
@@ -50,13 +50,15 @@ def most_in_host_memory(section: AdaptersSection, rank: int, size: int) -> int:
 @dataclass(slots=True, eq=False)
 class _Reading:
     """Hold an adapter that the ranks read. ``left`` is the number of ranks that have not finished. ``call_id`` is that of the
-    command to load the adapter, or empty if requests wait for it."""
+    command to load the adapter, or empty if requests wait for it. One that is ``cancelled`` is dropped when all ranks have
+    finished: a thread that reads it already goes on."""
 
     adapter: KnownAdapter
     left: int
     call_id: str = ""
     error: str = ""
     stamp: str = ""
+    cancelled: bool = False
 
 
 class AdapterLoader:
@@ -90,18 +92,53 @@ class AdapterLoader:
     def _call(self, *command: Any) -> list[Any]:
         return self._executor.call("adapters", list(command))
 
-    def handle(self, msg: AdapterCommand) -> CommandReply | None:
-        """Carry out a command. Return its answer, or None if ``poll`` returns it later."""
+    def handle(self, msg: AdapterCommand) -> list[CommandReply]:
+        """Carry out a command. Return its answer, after those of the loads that it ends. ``poll`` returns the answer of a load
+        that is not ended."""
         match msg:
             case LoadAdapterMsg():
                 self._loads.append((self._table.new(msg.name, msg.directory), msg.call_id))
-                return None
+                return []
             case UnloadAdapterMsg():
-                adapter = self._table.retire(msg.name)
-                if adapter is None:
-                    return CommandReply(msg.call_id, False, f"there is no adapter {msg.name!r:.80}")
-                self._retired.append(adapter)
-                return CommandReply(msg.call_id, True, f"{adapter.requests} requests go on with it")
+                return self._unload(msg.name, msg.call_id)
+            case AbortLoadsMsg():
+                return [*self.abort(msg.message), CommandReply(msg.call_id, True)]
+
+    def _unload(self, name: str, call_id: str) -> list[CommandReply]:
+        ended = self._end_loads(f"the adapter {name!r:.80} was unloaded before it was read", name)
+        adapter = self._table.retire(name)
+        if adapter is not None:
+            self._retired.append(adapter)
+        elif not ended:
+            return [CommandReply(call_id, False, f"there is no adapter {name!r:.80}")]
+        requests = 0 if adapter is None else adapter.requests
+        return [*ended, CommandReply(call_id, True, f"{requests} requests go on with it")]
+
+    def abort(self, message: str) -> list[CommandReply]:
+        """End all loads that have not finished with the error ``message``, and return their answers. Adapters that no request
+        waits for any more are not read either."""
+        ended = self._end_loads(message)
+        for reading in self._reading.values():
+            if not reading.adapter.requests:
+                self._cancel(reading)
+        return ended
+
+    def _end_loads(self, message: str, name: str | None = None) -> list[CommandReply]:
+        """End the loads of ``name``, by default all, that have not finished. Return their answers."""
+        ended: list[str] = []
+        for reading in self._reading.values():
+            if reading.call_id and name in (None, reading.adapter.name):
+                ended.append(reading.call_id)
+                self._cancel(reading)
+        ended += [call_id for adapter, call_id in self._loads if name in (None, adapter.name)]
+        self._loads = deque(load for load in self._loads if name not in (None, load[0].name))
+        return [CommandReply(call_id, False, message) for call_id in ended]
+
+    def _cancel(self, reading: _Reading) -> None:
+        """Let the ranks not begin to read an adapter. Where one has begun, ``poll`` drops what it has read."""
+        if not reading.cancelled:
+            reading.call_id, reading.cancelled = "", True
+            self._call("cancel", reading.adapter.key)
 
     def poll(self) -> list[Answer]:
         """Do what is due between two steps. Return the answers of commands and of requests whose adapter cannot be read."""
@@ -163,7 +200,7 @@ class AdapterLoader:
         answers: list[Answer] = []
         for key, stamp, error in itertools.chain(*self._call("poll")):
             reading = self._reading.get(key)
-            if reading is None:  # dropped meanwhile
+            if reading is None:
                 continue
             if reading.stamp and stamp and stamp != reading.stamp:
                 error = f"the files in {reading.adapter.directory} changed while they were read; load it again"
@@ -177,6 +214,9 @@ class AdapterLoader:
 
     def _was_read(self, reading: _Reading) -> list[Answer]:
         adapter, error = reading.adapter, reading.error
+        if reading.cancelled:
+            self._call("drop", adapter.key)
+            return []
         if not error:
             self._stamps.setdefault(adapter.key, reading.stamp)
             self._host[adapter.key] = adapter

@@ -21,6 +21,7 @@ from dovetail.loop.steps import AdaptiveStep, DraftedStep, OverlappedStep, Plain
 from dovetail.loop.verbs import Verbs
 from dovetail.messages import (
     AbortAllMsg,
+    AbortLoadsMsg,
     AbortMsg,
     AdapterCommand,
     Answer,
@@ -107,7 +108,7 @@ class Loop:
                 self._outbox += self.scheduler.abort_all(text)
             case FlushCacheMsg(call_id=call_id):
                 self._outbox.append(self._flush(call_id))
-            case LoadAdapterMsg() | UnloadAdapterMsg():
+            case LoadAdapterMsg() | UnloadAdapterMsg() | AbortLoadsMsg():
                 self._handle_adapter(msg)
             case PauseMsg() | ContinueMsg() | StartProfileMsg() | StopProfileMsg() | ExpertLoadMsg():
                 self._outbox.append(self._control.handle(msg))
@@ -115,7 +116,7 @@ class Loop:
                 self._outbox.append(self.stats(call_id))
             case ShutdownMsg(drain=drain):
                 if not drain:
-                    self._outbox += self.scheduler.abort_all("the server is shutting down")
+                    self._abort_work("the server is shutting down")
 
     def _add(self, msg: GenerateMsg) -> None:
         try:
@@ -130,9 +131,12 @@ class Loop:
 
     def _handle_adapter(self, msg: AdapterCommand) -> None:
         off = CommandReply(msg.call_id, False, "adapters are off; set adapters.enabled: true (--enable-lora)")
-        reply = off if self._adapters is None else self._adapters.handle(msg)
-        if reply is not None:
-            self._outbox.append(reply)
+        self._outbox += [off] if self._adapters is None else self._adapters.handle(msg)
+
+    def _abort_work(self, message: str) -> None:
+        self._outbox += self.scheduler.abort_all(message)
+        if self._adapters is not None:
+            self._outbox += self._adapters.abort(message)
 
     def _flush(self, call_id: str) -> CommandReply:
         if self.scheduler.has_work:

@@ -140,7 +140,7 @@ API = KindDescriptor(
     ComponentKind.API,
     "protocols over HTTP",
     "dovetail.interfaces.api:Api",
-    api=(1, 1),  # Prompt.adapter, Prompt.namespace, ApiRequest.number_bytes
+    api=(1, 2),  # 1.1: Prompt.adapter, Prompt.namespace, ApiRequest.number_bytes; 1.2: Prompt.adapter_param
     section=kinds.API,
     selects=Selects.SERVED,
     suite="dovetail.testing.api:ApiSuite",

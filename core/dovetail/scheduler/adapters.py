@@ -92,15 +92,17 @@ class AdapterTable:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def attach(self, req: Req, name: str, directory: str = "") -> None:
-        """Give a request its adapter, which is made known if ``directory`` is given. Raises ``RequestError`` if it is not
-        known."""
+    def attach(self, req: Req, name: str, directory: str = "", param: str = "model") -> None:
+        """Give a request its adapter, which is made known if ``directory`` is given. Raises ``RequestError`` about the field
+        ``param`` if it is not known."""
         adapter = self.known.get(name)
         if adapter is None and directory and self.num_slots:
             adapter = self.add(name, directory)
         if adapter is None:
             raise RequestError(
-                f"there is no adapter {name!r:.80} in the engine; load it first", param="model", code="unknown_adapter"
+                f"{param} names the adapter {name!r:.80}, which the engine does not know; load it first",
+                param=param,
+                code="unknown_adapter",
             )
         req.adapter = adapter
         req.namespace = f"{adapter.namespace}/{req.namespace}"

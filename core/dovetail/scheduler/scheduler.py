@@ -106,7 +106,7 @@ class Scheduler:
             )
         req = make_req(msg, self.limits, self.tokenizer)
         if msg.adapter:
-            self.adapters.attach(req, msg.adapter, msg.adapter_directory)
+            self.adapters.attach(req, msg.adapter, msg.adapter_directory, msg.adapter_param)
         self.constraints.begin(req)
         if req.adapter is not None:
             req.adapter.requests += 1

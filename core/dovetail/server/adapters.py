@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-from dovetail.api.problems import NotFoundError
+from dovetail.api.problems import DrainingError, NotFoundError
 from dovetail.config.adapters import ADAPTER_NAME
-from dovetail.errors import RequestError
+from dovetail.errors import DovetailError, RequestError
 from dovetail.interfaces.api import AdapterCard
-from dovetail.messages import LoadAdapterMsg, UnloadAdapterMsg
+from dovetail.messages import AbortLoadsMsg, LoadAdapterMsg, UnloadAdapterMsg
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -20,26 +22,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail.server")
 
 
+@dataclass(slots=True, eq=False)
+class _OpenLoad:
+    """Hold a load that has not been answered. ``error`` is set if it was ended: it is not served then, even if the engine has
+    read it."""
+
+    name: str
+    error: DovetailError | None = None
+
+
 class ServedAdapters:
     """Hold the adapters that requests may name. It outlives the engine process: a process that is started again learns from each
-    request where its adapter is."""
+    request where its adapter is.
+
+    Loads of one name wait for each other, and those of several names are in the engine together. To unload a name waits for no
+    load: it ends those of its name.
+    """
 
     def __init__(self, config: Config, engine: EngineHandle) -> None:
         self._config, self._engine = config, engine
         now = int(time.time())
         self.cards = {name: AdapterCard(name, path, now) for name, path in config.adapters.load.items()}
-        self._changes = asyncio.Lock()
+        self._open: set[_OpenLoad] = set()
+        # by name; each exists while a load holds or awaits it
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._draining = False
 
-    def directory(self, name: str) -> str:
-        """Return the directory of an adapter. Raises ``RequestError`` if it was unloaded."""
+    @property
+    def num_loading(self) -> int:
+        """Return the number of loads that have not been answered."""
+        return len(self._open)
+
+    def directory(self, name: str, param: str) -> str:
+        """Return the directory of an adapter that the field ``param`` names. Raises ``RequestError`` if it was unloaded."""
         card = self.cards.get(name)
         if card is None:
-            raise RequestError(f"the adapter {name!r:.200} was unloaded", param="model", code="model_not_found")
+            text = f"{param} names the adapter {name!r:.200}, which was unloaded"
+            raise RequestError(text, param=param, code="model_not_found")
         return card.directory
 
     async def load(self, name: str, directory: str, *, replace: bool) -> None:
         """Load an adapter; requests go on meanwhile. With ``replace``, it may take the place of one of its name, whose requests
-        go on. Raises ``RequestError`` if it is refused."""
+        go on. Raises ``RequestError`` if it is refused or ended by ``unload``, and ``DrainingError`` after ``end_loads``."""
         if not ADAPTER_NAME.fullmatch(name) or self._config.model.is_served(name):
             raise RequestError(
                 f"lora_name is {name!r:.200}; allowed: up to 256 characters without @ and control characters, and no name of the "
@@ -48,24 +72,50 @@ class ServedAdapters:
             )
         if not self._config.adapters.enabled:
             raise RequestError("adapters are off; start the server with adapters.enabled: true (--enable-lora)")
-        async with self._changes:
-            if name in self.cards and not replace:
-                raise RequestError(
-                    f"the adapter {name!r:.200} is loaded already; unload it first, or set load_inplace",
-                    param="lora_name",
-                )
-            reply = await self._engine.command(LoadAdapterMsg("", name, directory))
-            if not reply.ok:
-                raise RequestError(f"the adapter {name!r:.200} was not loaded: {reply.message}", param="lora_path")
-            self.cards[name] = AdapterCard(name, directory, int(time.time()))
+        if self._draining:
+            raise DrainingError("the server is shutting down and loads no more adapters")
+        load = _OpenLoad(name)
+        self._open.add(load)
+        try:
+            async with self._turns.setdefault(name, asyncio.Lock()):
+                await self._load(load, directory, replace)
+        finally:
+            self._open.discard(load)
         logger.info("adapter %r was loaded", name)
 
+    async def _load(self, load: _OpenLoad, directory: str, replace: bool) -> None:
+        name = load.name
+        if load.error is not None:
+            raise load.error
+        if name in self.cards and not replace:
+            raise RequestError(
+                f"the adapter {name!r:.200} is loaded already; unload it first, or set load_inplace", param="lora_name"
+            )
+        reply = await self._engine.command(LoadAdapterMsg("", name, directory))
+        if load.error is not None:
+            raise load.error
+        if not reply.ok:
+            raise RequestError(f"the adapter {name!r:.200} was not loaded: {reply.message}", param="lora_path")
+        self.cards[name] = AdapterCard(name, directory, int(time.time()))
+
     async def unload(self, name: str) -> None:
-        """Refuse new requests for an adapter; those that were accepted go on. Raises ``NotFoundError`` if there is none."""
-        async with self._changes:
-            if self.cards.pop(name, None) is None:
-                raise NotFoundError(f"there is no adapter {name!r:.200}", code="model_not_found")
-            await self._engine.command(
-                UnloadAdapterMsg("", name)
-            )  # refused if the engine was started again: it has none then
+        """Refuse new requests for an adapter, whose requests go on, and end the loads of this name that have not been answered.
+        Raises ``NotFoundError`` if there is neither."""
+        ended = [load for load in self._open if load.name == name and load.error is None]
+        for load in ended:
+            text = f"the adapter {name!r:.200} was not loaded: it was unloaded before it was read"
+            load.error = RequestError(text, param="lora_name", code="adapter_unloaded")
+        if self.cards.pop(name, None) is None and not ended:
+            raise NotFoundError(f"there is no adapter {name!r:.200}", code="model_not_found")
+        # refused if the engine was started again, because it has none then, and if the loads have not been sent to it
+        await self._engine.command(UnloadAdapterMsg("", name))
         logger.info("adapter %r was unloaded", name)
+
+    async def end_loads(self) -> None:
+        """End all loads that have not been answered, and refuse new ones, because the server is shutting down."""
+        self._draining = True
+        for load in self._open:
+            text = f"the adapter {load.name!r:.200} was not loaded: the server is shutting down"
+            load.error = load.error or DrainingError(text)
+        if self._open:
+            await self._engine.command(AbortLoadsMsg("", "the server is shutting down"))

@@ -20,11 +20,12 @@ def messages(
     request: ApiRequest,
     scope: str = "",
     seeds: random.Random | None = None,
-    directory_of: Callable[[str], str] = lambda adapter: "",
+    directory_of: Callable[[str, str], str] = lambda adapter, param: "",
 ) -> Iterator[list[GenerateMsg]]:
     """Return ``n`` messages for each prompt, prompt by prompt, in parts. Their ids are never used again; they begin with
     ``scope`` and the public id of the prompt, or that of the request. Prompts without a seed get the next of ``seeds``,
-    if these are given. ``directory_of`` returns the directory of an adapter. Raises ``RequestError``."""
+    if these are given. ``directory_of`` returns the directory of an adapter, whose name is in the given request field. Raises
+    ``RequestError``."""
     if request.session and request.num_outputs != 1:
         raise RequestError(
             f"the request is for {request.num_outputs} outputs of session {request.session!r:.80}; a session has one at a time",
@@ -50,9 +51,10 @@ def _outputs(
     scope: str,
     group_size: int,
     sender: RequestScope,
-    directory_of: Callable[[str], str],
+    directory_of: Callable[[str, str], str],
 ) -> list[GenerateMsg]:
     adapter = prompt.adapter or sender.adapter
+    param = prompt.adapter_param if prompt.adapter else "model"
     return expand(
         prompt.ids,
         prompt.params,
@@ -65,5 +67,6 @@ def _outputs(
         tenant=sender.tenant,
         weight=sender.weight,
         adapter=adapter,
-        adapter_directory=directory_of(adapter) if adapter else "",
+        adapter_directory=directory_of(adapter, param) if adapter else "",
+        adapter_param=param,
     )

@@ -118,8 +118,8 @@ def running_server(
 
 class DrainingServer(uvicorn.Server):
     """Drain at the first signal: new requests are answered with 503, running ones may finish for ``server.drain_seconds``, and
-    those that are left are aborted. At the second signal the server exits at once. In every other respect it is a uvicorn
-    server."""
+    those that are left are aborted. Loads of adapters end at once, because no request could use the adapters. At the second
+    signal the server exits at once. In every other respect it is a uvicorn server."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_started: Callable[[DrainingServer], None]) -> None:
         super().__init__(config)
@@ -165,12 +165,15 @@ class DrainingServer(uvicorn.Server):
 
     async def _drained(self) -> None:
         engine, seconds = self._service.engine, self._service.config.server.drain_seconds
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            patience = _POLL_SECONDS if engine.stalled else _RESPONSE_SECONDS
+            await asyncio.wait_for(self._service.served_adapters.end_loads(), patience)
         if self._service.paused:
             with contextlib.suppress(EngineDeadError, TimeoutError):
                 await asyncio.wait_for(self._service.pause(False), _RESPONSE_SECONDS)
         await self._until_idle(seconds)
-        if engine.num_open and engine.alive:
-            logger.warning("%d requests were still running after %g s", engine.num_open, seconds)
+        if self._num_open and engine.alive:
+            logger.warning("%d requests were still running after %g s", self._num_open, seconds)
             engine.abort_all("the server is shutting down")
             await engine.end_if_hung(0.0 if engine.stalled else _RESPONSE_SECONDS)
             await self._until_idle(_ABORT_SECONDS)
@@ -181,8 +184,12 @@ class DrainingServer(uvicorn.Server):
     async def _until_idle(self, seconds: float) -> None:
         """Wait up to ``seconds`` until no request is open, but not for an engine that stands still."""
         engine, deadline = self._service.engine, time.monotonic() + seconds
-        while engine.num_open and not engine.stalled and time.monotonic() < deadline:
+        while self._num_open and not engine.stalled and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
+
+    @property
+    def _num_open(self) -> int:
+        return self._service.engine.num_open + self._service.served_adapters.num_loading
 
 
 async def _serve(

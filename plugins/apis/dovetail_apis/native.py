@@ -168,14 +168,16 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
         raise RequestError(f"{param} has an empty prompt; give at least one token", param=param, code="empty_prompt")
     params_of = _sampling(host, body, len(prompts))
     rid, names = request_names(body.rid, len(prompts), "")
-    adapters = _adapters(host, body, len(prompts))
+    field = "lora_path" if body.lora_name is None else "lora_name"
+    adapters = _adapters(host, body, field, len(prompts))
     namespaces = body.namespaces(len(prompts))
 
     async def prompt_of(given: tuple[int, str | list[int], str, str, str]) -> Prompt:
         index, prompt, *own = given
         params = params_of(index)
         ids = await host.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-        return Prompt(ids, with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_NEW_TOKENS)), *own)
+        params = with_output_limit(params, host.output_limit(ids, _DEFAULT_MAX_NEW_TOKENS))
+        return Prompt(ids, params, *own, adapter_param=field)
 
     inputs = zip(range(len(prompts)), prompts, names, adapters, namespaces, strict=True)
     items = await for_each(list(inputs), prompt_of)
@@ -189,11 +191,10 @@ async def _parsed(host: ApiHost, body: NativeRequest) -> ApiRequest:
     )
 
 
-def _adapters(host: ApiHost, body: NativeRequest, count: int) -> list[str]:
-    """Return the adapter of each prompt, or "". Raises ``RequestError``."""
+def _adapters(host: ApiHost, body: NativeRequest, field: str, count: int) -> list[str]:
+    """Return the adapter of each prompt, which ``field`` names, or "". Raises ``RequestError``."""
     if body.lora_path is not None and body.lora_name is not None and body.lora_path != body.lora_name:
         raise RequestError("lora_path and lora_name differ; give one of them", param="lora_name")
-    field = "lora_path" if body.lora_name is None else "lora_name"
     return adapters_of(host, getattr(body, field), field, count)
 
 
