@@ -287,7 +287,7 @@ def test_a_server_ends_loads_of_a_name_that_is_unloaded(paths):
             text = "RequestError: the adapter {!r} was not loaded: it was unloaded before it was read"
             none = "NotFoundError: there is no adapter 'x'"
             assert ended == [*(text.format(name) for name in "xxk"), "", "", none]
-            assert not first.done(), "nobody has waited for the adapter that is being read"
+            assert not first.done(), "no command has waited for the adapter that is being read"
         assert await results(first, after) == ["", ""]
         assert {name: card.directory for name, card in served.cards.items()} == {"first": paths["a"], "x": paths["d"]}
         assert (await engine.stats()).adapters_known == 2
