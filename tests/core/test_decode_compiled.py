@@ -29,7 +29,9 @@ CONSTANTS = {
 def test_pools_of_8_bits_are_converted_by_pairs(rows: int, tmp_path: Path) -> None:
     tile = decode.tiling(256, 128, rows * 8, 132, eight_bits=True)
     file = tmp_path / "kernel.cubin"
-    source = source_of(decode._decode, CONSTANTS | {"BLOCK_N": tile.keys}, TYPES, ("q_row", "q_head"))
+    source = source_of(
+        decode._decode, CONSTANTS | {"BLOCK_N": tile.keys, "UNIT": tile.keys}, TYPES, ("q_row", "q_head")
+    )
     found = without_spills(source, file, tile.num_warps, tile.num_stages)
     code = printed("-sass", file)
     assert "F2FP.F16.E4M3" in code

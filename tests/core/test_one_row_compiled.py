@@ -14,7 +14,7 @@ import triton
 
 from dovetail.ops.triton import decode_projected, experts_one, one_row
 from dovetail.ops.triton.launch import INTERPRETED
-from sass import source_of, without_spills
+from sass import compile_source, source_of, spilled_bytes
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled"),
@@ -27,10 +27,15 @@ TYPES |= dict.fromkeys(("ids", "page_table", "kv_lens"), "*i32") | dict.fromkeys
 TYPES |= dict.fromkeys(("table", "parts", "part_lse", "factors"), "*fp32") | dict.fromkeys(("eps", "scale"), "fp32")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], file: Path, warps: int, stages: int = 3) -> Any:
-    """Return the code of a kernel that spills no registers. Arguments without a type are integers."""
+def compiled(
+    kernel: Any, constants: dict[str, Any], file: Path, warps: int, stages: int = 3, most_spilled: int = 0
+) -> Any:
+    """Return the code of a kernel that spills at most this number of bytes of registers. Arguments without a type are integers."""
     source = source_of(kernel, constants, TYPES, ("n", "hidden"))
-    return without_spills(source, file, warps, stages)
+    code = compile_source(source, warps, stages).asm
+    file.write_bytes(code["cubin"])
+    assert spilled_bytes(file) <= most_spilled, "registers are spilled"
+    return code
 
 
 def before_wait(code: Any) -> str:
@@ -60,22 +65,25 @@ def test_experts_are_fetched_before_the_wait(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "norm"), [(32, 4, 128, True), (32, 8, 64, False)])
 @pytest.mark.parametrize("leads", [True, False])
-@pytest.mark.parametrize("tiles", [4, 8, 16])
+@pytest.mark.parametrize("tiles", [4, 8, 16, 32])
 def test_projected_rows_compile(
     heads: int, kv_heads: int, size: int, norm: bool, leads: bool, tiles: int, tmp_path: Path
 ) -> None:
     tile = decode_projected.tile_of(tiles, heads // kv_heads)
     constants: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "PAGE": 16, "NORM": norm, "BLOCK_HEADS": 16,
-        "KEYS": tile.keys, "MORE_KEYS": tile.more_keys, "LEADS": leads,
+        "UNIT": tile.unit, "KEYS": tile.keys, "MORE_KEYS": tile.more_keys, "LEADS": leads,
     }  # fmt: skip
-    code = compiled(decode_projected._attend_rows, constants, tmp_path / "attend", tile.num_warps, tile.num_stages)
+    spilled = 8 if tiles > 16 else 0  # two words of 4 warps that hold 128 keys and values
+    code = compiled(
+        decode_projected._attend_rows, constants, tmp_path / "attend", tile.num_warps, tile.num_stages, spilled
+    )
     early = "ld.global.cg" in before_wait(code)
     assert early != leads, "a kernel that leads reads nothing early"
     constants = {
         "SIZE": size,
         "BLOCK_SPLITS": triton.next_power_of_2(tile.splits),
-        "KEYS": tile.keys,
-        "WIDTH": decode_projected.WIDTH,
+        "UNIT": tile.unit,
+        "WIDTH": tile.width,
     }
     compiled(decode_projected._merge_rows, constants, tmp_path / "merge", 1)

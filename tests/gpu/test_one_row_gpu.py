@@ -96,7 +96,11 @@ def test_added_experts_equal_their_parts(hidden: int, size: int, count: int, top
     assert error(one_token_added(x, routing, weights, stream), stream.float() + parts.sum(0)) < 5e-3
 
 
-@pytest.mark.parametrize("lengths", [(1,), (31,), (600,), (3000,), (20000,), (600, 33), (3000, 1, 33, 64)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (31,), (600,), (3000,), (20000,), (600, 33), (3000, 1, 33, 64), (700, 1, 33, 64, 2000, 257, 2, 600)],
+    ids=str,
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 4, 128), (32, 8, 128), (16, 8, 64)])
 def test_projected_rows_equal_the_kernels_one_by_one(
     lengths: tuple[int, ...], heads: int, kv_heads: int, size: int

@@ -16,6 +16,7 @@ from dovetail.ops.triton.decode import (
     long_splits,
     paged_decode,
     tiling,
+    unit_of,
 )
 
 LENS = [1, 7, 64, 65, 130]
@@ -65,6 +66,27 @@ def test_rows_of_many_lengths(splits, long, heads, kv_heads, size, page, window,
     wanted, wanted_lse = expected(q, keys, values, table, kv_lens, 0.3, window, soft_cap, sinks)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_that_are_no_multiples_of_a_block(monkeypatch):
+    """Steps whose programs all run at the same time have equal parts, and not whole blocks of keys."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 60, 16, 1, 16).unbind(0)
+    table, kv_lens = torch.randperm(60, dtype=torch.int32).view(3, 20), torch.tensor([310, 33, 97], dtype=torch.int32)
+    q = torch.randn(3, 2, 16)
+    monkeypatch.setattr(decode, "tiling", lambda *_, **__: decode.LARGE_TILE)
+    assert unit_of(decode.LARGE_TILE, 3, 3 * 3, 132) == 32 < decode.LARGE_TILE.keys
+    out, lse = paged_decode(q, keys, values, table, kv_lens, 0.3, splits=3)  # of 128, 32 and 64 keys
+    wanted, wanted_lse = expected(q, keys, values, table, kv_lens, 0.3, None, None, None)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_units_of_parts():
+    large, resident = decode.LARGE_TILE, 132 * LARGE_TILE_RESIDENT
+    assert unit_of(large, 3, resident, 132) == 32
+    assert unit_of(large, 3, resident + 1, 132) == unit_of(large, 2, resident, 132) == large.keys
+    assert unit_of(decode.MIDDLE_TILE, 3, 8, 132) == decode.MIDDLE_TILE.keys
 
 
 @pytest.mark.sample(3)

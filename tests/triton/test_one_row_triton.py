@@ -89,7 +89,16 @@ def test_experts_that_the_kernel_cannot_add_are_known() -> None:
     assert not experts_one.adds_one_token(ExpertWeights(randn(2, 400, 16), randn(2, 16, 200), whole=2))
 
 
-LENGTHS = [(1,), (33,), (64,), (1050,), (2, 600), (700, 1, 33, 65)]
+LENGTHS = [
+    (1,),
+    (33,),
+    (64,),
+    (1050,),
+    (2, 600),
+    (700, 1, 33, 65),
+    (1, 300, 32, 129, 2, 31),
+    (600, 257, 1, 256, 2, 130, 33, 500),
+]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -23,18 +23,21 @@ from dovetail.ops.triton.launch import launch
 
 class ProjectedTile(NamedTuple):
     """Describe how the keys of a row are read: in up to ``splits`` parts, of which the first is the token itself. A program reads
-    ``keys`` keys, the unit of parts, before it waits, and ``more_keys`` at a time afterwards."""
+    ``keys`` keys before it waits, and ``more_keys`` at a time afterwards. Parts are multiples of ``unit`` keys, so that short rows have
+    fewer of them. A program of the second kernel merges ``width`` elements of a head."""
 
     splits: int
     keys: int
     more_keys: int
     num_warps: int
     num_stages: int
+    unit: int
+    width: int = 32
 
 
-MOST_TILES = 16
-"""The largest number of rows times key heads for which these kernels are used. With 32, a step of 4 rows and 8 key heads took longer with
-weights of 4 bits than one kernel after another, and one of 8 rows and 4 key heads 2 % less (H200)."""
+MOST_TILES = 32
+"""The largest number of rows times key heads for which these kernels are used. With 64, steps of an 8B model take 1 to 4 % less, but those of Qwen3-0.6B
+5 % and those of Qwen3-30B-A3B 1 % longer than with one kernel after another (H200)."""
 
 
 @functools.cache
@@ -42,14 +45,12 @@ def tile_of(tiles: int, group: int) -> ProjectedTile:
     """Return the tile for ``tiles`` rows times key heads, up to ``MOST_TILES``, each of which ``group`` query heads read. Measured on an
     H200 in steps of models, with 600 keys of 128 numbers for each row."""
     if tiles <= 4 or (tiles <= 8 and group < 4):
-        return ProjectedTile(32, 32, 64, 8, 2)
+        return ProjectedTile(32, 32, 64, 8, 2, unit=32)
     if tiles <= 8:
-        return ProjectedTile(32, 64, 64, 8, 2)
-    return ProjectedTile(12, 64, 64, 4, 2)
-
-
-WIDTH = 32
-"""The elements of a head that a program merges."""
+        return ProjectedTile(32, 64, 64, 8, 2, unit=64)
+    if tiles <= 16:
+        return ProjectedTile(12, 64, 64, 4, 2, unit=64)
+    return ProjectedTile(7, 128, 128, 4, 2, unit=32, width=64)
 
 
 @triton.jit
@@ -100,9 +101,9 @@ def _attended(q, key, value, start, end, scale, top, total, result, KEYS: tl.con
 
 
 @triton.jit
-def _span(before, splits, KEYS: tl.constexpr):
+def _span(before, splits, UNIT: tl.constexpr):
     """Return the keys of a part, if there are keys ``before`` the token."""
-    return tl.maximum(tl.cdiv(tl.cdiv(before, splits - 1), KEYS), 1) * KEYS
+    return tl.maximum(tl.cdiv(tl.cdiv(before, splits - 1), UNIT), 1) * UNIT
 
 
 @triton.jit(
@@ -112,7 +113,7 @@ def _span(before, splits, KEYS: tl.constexpr):
 def _attend_rows(
     qkv, keys, values, table, positions, out_loc, page_table, kv_lens, q_norm, k_norm, parts, part_lse, eps, scale, qkv_row, table_row, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, KEYS: tl.constexpr, MORE_KEYS: tl.constexpr, LEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, UNIT: tl.constexpr, KEYS: tl.constexpr, MORE_KEYS: tl.constexpr, LEADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     kv_head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -121,7 +122,7 @@ def _attend_rows(
             gdc_wait()
         gdc_launch_dependents()
     before = tl.load(kv_lens + row, cache_modifier=".cg") - 1
-    span = _span(before, splits, KEYS)
+    span = _span(before, splits, UNIT)
     begin = (part - 1) * span
     if begin >= before:
         if PDL:
@@ -172,14 +173,14 @@ def _attend_rows(
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["kv_lens"])
 def _merge_rows(
     parts, part_lse, out, kv_lens, splits,
-    SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_SPLITS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     head, at, part = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, BLOCK_SPLITS)
     row = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
     before = tl.load(kv_lens + row, cache_modifier=".cg") - 1  # early: the kernel before leads, or one before that did
-    used = part <= tl.cdiv(before, _span(before, splits, KEYS))
+    used = part <= tl.cdiv(before, _span(before, splits, UNIT))
     head += row * tl.num_programs(0)
     slot = head * splits + part
     if PDL:
@@ -222,10 +223,10 @@ def attend_rows(
         rows.qkv, keys, values, rows.table, rows.positions, rows.out_loc, page_table, kv_lens, q_norm, k_norm, parts, part_lse, eps, scale * LOG2_E,
         rows.qkv.stride(0), page_table.stride(0), tile.splits,
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, PAGE=keys.shape[1], NORM=rows.norm is not None,
-        BLOCK_HEADS=LEAST_TILE, KEYS=tile.keys, MORE_KEYS=tile.more_keys, LEADS=leads, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_HEADS=LEAST_TILE, UNIT=tile.unit, KEYS=tile.keys, MORE_KEYS=tile.more_keys, LEADS=leads, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     launch(
-        _merge_rows, (heads, size // WIDTH, count), parts, part_lse, out, kv_lens, tile.splits,
-        SIZE=size, BLOCK_SPLITS=triton.next_power_of_2(tile.splits), KEYS=tile.keys, WIDTH=WIDTH, num_warps=1,
+        _merge_rows, (heads, size // tile.width, count), parts, part_lse, out, kv_lens, tile.splits,
+        SIZE=size, BLOCK_SPLITS=triton.next_power_of_2(tile.splits), UNIT=tile.unit, WIDTH=tile.width, num_warps=1,
     )  # fmt: skip
     return out
