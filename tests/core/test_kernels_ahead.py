@@ -129,6 +129,62 @@ def test_processes_compile_what_a_launch_needs(device, hits, caplog):
         ahead.close()
 
 
+def test_what_an_equal_engine_has_noted_is_known(device, monkeypatch):
+    """It is not known with other settings, or once a file that defines a kernel has changed, or without its mark."""
+
+    def make(settings):
+        return KernelsAhead(90, "kernels of 128", processes=2, settings=settings)
+
+    failed = make("a")
+    try:
+        with failed.noting():
+            norm.rms_norm(
+                torch.empty(4, 128, device="meta").bfloat16(), torch.empty(128, device="meta").bfloat16(), 1e-5
+            )
+        assert failed.wait(SECONDS)
+    finally:
+        failed.close()  # without release: it may have noted a part of its kernels only
+    first = make("a")
+    try:
+        assert not first.is_known
+        with first.noting():
+            kernels(128)
+        assert first.wait(SECONDS)
+        first.release()
+    finally:
+        first.close()
+    marks = [file for file in (device / "dovetail-ahead").iterdir() if file.stat().st_size]
+    (mark,) = marks
+    assert norm.__file__ in json.loads(mark.read_text())["sources"]
+    assert launch.__file__ in json.loads(mark.read_text())["sources"], "it defines what kernels call"
+
+    again = make("a")
+    assert again.is_known
+    assert again.counts == (3, 3, 0)
+    assert again.wait(0.0)
+    again.release()
+    again.close()
+    assert again._compiler is None
+    assert make_and_close(make, "a").is_known, "the mark is lost"
+    assert not make_and_close(make, "b").is_known
+    assert not make_and_close(make, "").is_known, "unknown settings are equal to no others"
+
+    written = mark.read_text()
+    changed = json.loads(written)
+    changed["sources"][norm.__file__][1] -= 1
+    for text in (json.dumps(changed), written[:-5], "", "[]", json.dumps({**changed, "sources": {"/gone": [1, 2]}})):
+        mark.write_text(text)
+        assert not make_and_close(make, "a").is_known, text
+    mark.write_text(written)
+    assert make_and_close(make, "a").is_known
+
+
+def make_and_close(make, settings):
+    made = make(settings)
+    made.close()
+    return made
+
+
 @pytest.mark.parametrize("form", ["plain", "fp8_rows", "fp8_blocks"])
 def test_kernels_of_experts_compile_whatever_the_choice(device, form):
     """What the interpreter accepts need not compile. A number of tokens has one set of kernels."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -36,7 +37,7 @@ class FakeKernels:
     def __init__(self, compiled):
         self.compiled, self.mode = compiled, None
 
-    is_active, counts, directory, position = True, KernelCounts(), "nowhere", 0
+    is_active, is_known, counts, directory, position = True, False, KernelCounts(), "nowhere", 0
 
     def has_compiled(self, position):
         return self.compiled
@@ -268,6 +269,27 @@ def test_all_ranks_note_kernels_or_none_of_them(here, others):
     warm_up._kernels.is_active = here
     warm_up.note_decode(graphs)
     assert {what for what, _ in graphs.events} == ({"note"} if here and others else set())
+
+
+@pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True)])
+def test_known_kernels_are_noted_only_if_another_rank_does_not_know_them(here, others):
+    answers = iter([True, here and others])
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=2, rank=0, agree=lambda ok: next(answers, ok)))
+    warm_up, graphs = make(True, mesh)
+    warm_up._kernels.is_known = here
+    warm_up.note_decode(graphs)
+    assert {what for what, _ in graphs.events} == (set() if here and others else {"note"})
+
+
+def test_steps_whose_kernels_are_known_are_captured_at_the_start_without_being_noted(caplog):
+    caplog.set_level(logging.INFO)
+    warm_up, graphs = make(True)
+    warm_up._kernels.is_known, warm_up._kernels.counts = True, KernelCounts(9, 9)
+    warm_up.note_decode(graphs)
+    assert "9 of 9 Triton kernels are in nowhere" in caplog.text
+    assert warm_up.start(graphs)
+    assert sorted(graphs.captured) == sorted(2 * SIZES)
+    assert {what for what, _ in graphs.events} == {"load", "capture"}
 
 
 def test_an_engine_that_cannot_be_built_ends_the_processes_that_compile(monkeypatch):

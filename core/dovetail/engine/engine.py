@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dovetail.config import config_hash
 from dovetail.engine.adapters import build_adapters
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import CaptureAgreement, capture_all
@@ -97,6 +98,7 @@ class Engine:
             attend_prefill=rehearses[0],
             attend_decode=rehearses[1],
             kernel_set=kernel_set(resolved),
+            settings=config_hash(config),
         )
         try:
             self._build(resolved, eos_token_ids)

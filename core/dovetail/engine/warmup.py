@@ -78,9 +78,10 @@ class WarmUp:
         attend_prefill: bool = True,
         attend_decode: bool = True,
         kernel_set: str = "",
+        settings: str = "",
     ) -> None:
         """The processes that compile start now, unless an earlier engine with the same ``kernel_set`` (see
-        ``engine.kernel_set``) has left nothing to compile.
+        ``engine.kernel_set``) has left nothing to compile. If it had the same ``settings`` too (see ``KernelsAhead``), nothing is noted.
         All ranks of ``mesh`` call the same methods. ``attend_prefill`` and ``attend_decode`` are True if the attention
         backend offers attention.rehearsal; otherwise attention is left out of the steps that only note or load kernels,
         because it would read memory that Triton has not written."""
@@ -96,7 +97,7 @@ class WarmUp:
         self._idle: IdleCaptures | None = None  # from the first to the last capture of idle moments
         self._without_experts: nn.Module | None = None
         self._layers = LAYERS_WITH_WINDOWS if Feature.ATTN_SLIDING_WINDOW in info.needs else LAYERS
-        self._kernels = _kernels_ahead(device, kernel_set, mesh.tp.size)
+        self._kernels = _kernels_ahead(device, kernel_set, settings, mesh.tp.size)
 
     def leave_out_experts(self, model: nn.Module) -> None:
         """Leave the experts of ``model`` out of the steps that only note or load kernels, because their backend does not
@@ -158,7 +159,8 @@ class WarmUp:
                 self._rehearse(graphs, key)
                 self._record(key)
 
-        if self._note(step) and self._kernels is not None:
+        noted = self._note(step)
+        if self._kernels is not None and (noted or self._kernels.is_known):
             counts = self._kernels.counts
             seconds, where = time.perf_counter() - start, self._kernels.directory
             log.info("%d of %d Triton kernels are in %s (%.2f s)", counts.compiled, counts.noted, where, seconds)
@@ -290,11 +292,11 @@ class WarmUp:
         )
 
     def _note(self, step: Callable[[], object]) -> bool:
-        """Note the kernels of ``step`` and return True. If kernels cannot be noted, on this rank or on another, do
-        nothing and return False: ranks may communicate in ``step``, and must all run it or none of them."""
+        """Note the kernels of ``step`` and return True. If kernels cannot be noted, on this rank or on another, or if all ranks
+        know that they are compiled, do nothing and return False: ranks may communicate in ``step``, and must all run it or none of them."""
         kernels = self._kernels
         active = kernels is not None and kernels.is_active
-        if not self._mesh.tp.agree(active) or kernels is None:
+        if not self._mesh.tp.agree(active) or kernels is None or self._mesh.tp.agree(kernels.is_known):
             return False
         with self._experts_left_out(), kernels.noting():
             self._try(step)
@@ -389,12 +391,14 @@ def likely_keys(graphs: DecodeGraphs) -> Iterator[GraphKey]:
     )
 
 
-def _kernels_ahead(device: torch.device, kernel_set: str, ranks: int) -> KernelsAhead | None:
+def _kernels_ahead(device: torch.device, kernel_set: str, settings: str, ranks: int) -> KernelsAhead | None:
     if device.type != "cuda":
         return None
     from dovetail.ops.triton.ahead import KernelsAhead
 
     major, minor = torch.cuda.get_device_capability(device)
     processors = (len(os.sched_getaffinity(0)) - 1) // ranks  # the ranks compile the same kernels at the same time
-    kernels = KernelsAhead(10 * major + minor, kernel_set, max(1, min(MOST_PROCESSES, processors)), device)
+    exact = f"{settings} {torch.cuda.get_device_name(device)}" if settings else ""
+    processes = max(1, min(MOST_PROCESSES, processors))
+    kernels = KernelsAhead(10 * major + minor, kernel_set, processes, device, settings=exact)
     return kernels if kernels.is_active else None

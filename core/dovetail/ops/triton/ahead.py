@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from dovetail.ops.triton.kernel_cache import cache_directory, mark_file
+from dovetail.ops.triton.kernel_cache import cache_directory, kernels_of_mark, mark_file, write_mark
 from dovetail.ops.triton.launch import INTERPRETED
 
 log = logging.getLogger(__name__)
@@ -100,10 +100,13 @@ class KernelsAhead:
     be noted.
     """
 
-    def __init__(self, capability: int, what: str, processes: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, capability: int, what: str, processes: int, device: torch.device | None = None, *, settings: str = ""
+    ) -> None:
         """``capability`` is the compute capability of ``device`` (90 stands for 9.0), by default of the first device, and
         ``what`` names the kernels that will be noted. Up to ``processes`` processes start at once, unless all kernels of that name were compiled
-        before."""
+        before. ``settings`` are everything on which these kernels may depend besides their source: if they are given and the
+        same as then, and so are the files that define the kernels, ``is_known`` is True."""
         self.waited = 0.0  # seconds for which launches have waited for processes
         self.directory = cache_directory()
         self._capability = capability
@@ -118,7 +121,8 @@ class KernelsAhead:
         self._compiler: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._mode: tuple[int, str] | None = None  # the thread that notes or loads, and which of these it does
-        self._complete = mark_file(capability, what)
+        self._complete, self._settings = mark_file(capability, what), settings
+        self._kernels_before = kernels_of_mark(self._complete, settings) if settings else 0
         self._driver_made = threading.Event()
         self._releasing = self._closed = False
         self._began = time.perf_counter()
@@ -183,8 +187,16 @@ class KernelsAhead:
         return self._active
 
     @property
+    def is_known(self) -> bool:
+        """Return True if everything that would be noted is compiled already, so that noting it can be left out."""
+        return self._kernels_before > 0
+
+    @property
     def counts(self) -> KernelCounts:
-        """Return the numbers of kernels that are noted, compiled and failed so far."""
+        """Return the numbers of kernels that are noted, compiled and failed so far. If they are known, those of the engine
+        that noted them."""
+        if self.is_known and not self._known:
+            return KernelCounts(self._kernels_before, self._kernels_before)
         with self._lock:
             waiting = len(self._pending)
             return KernelCounts(len(self._known), len(self._known) - waiting - self._failed, self._failed)
@@ -347,8 +359,8 @@ class KernelsAhead:
         if compiler is not None and compiler.stdin is not None:
             with self._sending, suppress(OSError):
                 compiler.stdin.close()
-        if not self._failed:
-            self._touch(self._complete)
+        if not self._failed and not self._closed and (self._known or not self.is_known):
+            write_mark(self._complete, self._settings, len(self._known), {task.module for task in self._known})
         if self._ended:
             seconds = time.perf_counter() - self._began
             log.info(

@@ -9,6 +9,8 @@ import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _DISTRIBUTIONS = ("triton", "pytorch-triton")
@@ -40,3 +42,33 @@ def mark_file(capability: int, *parts: str) -> Path:
     of Triton for a device of ``capability`` (90 stands for 9.0)."""
     text = json.dumps([*parts, triton_version(), capability, sys.version_info[:2]])
     return cache_directory() / "dovetail-ahead" / hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_mark(file: Path, settings: str, kernels: int, modules: Iterable[str]) -> None:
+    """Write the mark of a set of ``kernels`` kernels that an engine with these ``settings`` has noted. With it are the sizes and the times of change
+    of the files that define them: those of ``modules`` and of all loaded modules whose package is called triton. Does nothing if the directory
+    cannot be written."""
+    others = ("torch.", "triton.")
+    names = {name for name in sys.modules if ".triton" in name and not name.startswith(others)} | set(modules)
+    paths = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    with suppress(OSError):
+        sources = {path: _state(path) for path in paths if path is not None}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"settings": settings, "kernels": kernels, "sources": sources}))
+        partial.replace(file)
+
+
+def kernels_of_mark(file: Path, settings: str) -> int:
+    """Return the number of kernels of a set that need not be noted again: an engine with the same ``settings`` has noted them and
+    left none to compile, and the files that define them are the same. Otherwise, or without a mark, return 0."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads(file.read_text())
+        if found["settings"] == settings and all(_state(path) == state for path, state in found["sources"].items()):
+            return int(found["kernels"])
+    return 0
+
+
+def _state(path: str) -> list[int]:
+    found = Path(path).stat()
+    return [found.st_size, found.st_mtime_ns]
