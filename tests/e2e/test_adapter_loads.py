@@ -220,6 +220,27 @@ def test_two_loads_of_one_name_wait(loop, paths, unload):
     assert known.keys() == {*"abcdk"} if unload else known["x"].directory == paths["d"]
 
 
+def test_commands_after_an_interrupt_of_the_wait_for_a_load_have_answers_of_their_own(paths, monkeypatch):
+    """Ctrl-C in ``load_adapter`` does not end the load."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def load_and_interrupt(llm: LLM, name: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.loop, "step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.load_adapter(name, paths[name])
+
+    with LLM("tiny", **SETTINGS, adapters={"enabled": True}) as llm:
+        load_and_interrupt(llm, "b")
+        with pytest.raises(RequestError, match="nowhere is no adapter"):
+            llm.load_adapter("nowhere", "/nowhere")
+        load_and_interrupt(llm, "c")
+        llm.unload_adapter("c")
+        assert [*llm.loop.scheduler.adapters.known] == ["b"]
+
+
 def test_ranks_need_not_have_come_equally_far_when_a_load_is_ended(paths):
     """Each of two ranks reads on a thread of its own. Whatever these have begun, the answers are the same."""
     (Path(paths["a"]) / "gate").unlink()

@@ -369,11 +369,11 @@ class LLM:
             raise RequestError(
                 f"the adapter has the name {name!r:.80}; allowed: up to 256 characters, without @ and control characters"
             )
-        self._command(LoadAdapterMsg("adapter", name, os.fspath(directory)))
+        self._command(LoadAdapterMsg(self._call_id(), name, os.fspath(directory)))
 
     def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter; those that run go on. Raises ``RequestError`` if it is not known."""
-        self._command(UnloadAdapterMsg("adapter", name))
+        self._command(UnloadAdapterMsg(self._call_id(), name))
 
     def _adapter_name(self, choice: AdapterChoice) -> str:
         """Return the name of an adapter, which is loaded if ``choice`` has a path and the name is not known."""
@@ -383,13 +383,18 @@ class LLM:
             self.load_adapter(choice.lora_name, choice.lora_path)
         return choice.lora_name
 
+    def _call_id(self) -> str:
+        return f"call-{next(self._ids)}"
+
     def _command(self, msg: LoadAdapterMsg | UnloadAdapterMsg) -> None:
-        """Carry out a command. Requests that run go on meanwhile."""
+        """Carry out a command. Requests that run go on meanwhile. The answer to an earlier command, for which an interrupt has ended
+        the wait, may come meanwhile, too."""
         self._need_open()
         self.loop.handle(msg)
         reply: CommandReply | None = None
         while reply is None:
-            reply = next((answer for answer in self._step() if isinstance(answer, CommandReply)), None)
+            replies = (answer for answer in self._step() if isinstance(answer, CommandReply))
+            reply = next((each for each in replies if each.call_id == msg.call_id), None)
         if not reply.ok:
             raise RequestError(reply.message, param="adapter")
 
