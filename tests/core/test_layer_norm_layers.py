@@ -54,6 +54,9 @@ def test_layer_norm_is_the_formula(bias: bool, dtype: torch.dtype, tolerance: fl
     assert stream.equal(total)
     assert residual.equal(kept)
     assert ((normed.double() - exact(total, layer)).abs() <= tolerance * (exact(total, layer).abs() + 1)).all()
+    normed, stream = layer.add_forward(before, None)
+    assert stream is before
+    assert normed.equal(got)
 
 
 def test_layer_norm_adds_up_parts_and_ranks() -> None:

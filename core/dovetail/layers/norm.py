@@ -67,8 +67,8 @@ class RMSNorm(Layer):
 
     def add_forward(self, x: Addend, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(norm(x + residual), x + residual)``, after adding up ``x`` if it is ``Parts`` or a ``RankAddend``. The
-        total of ``Summed`` is the sum. Overwrites ``x`` with the sum if it is a tensor. Without ``residual``, ``x`` is a tensor and
-        the sum itself."""
+        total of ``Summed`` is the sum. Overwrites ``x`` with the sum if it is a tensor. If ``residual`` is None, ``x`` must be a tensor;
+        then the result is ``(norm(x), x)`` and nothing is mutated."""
         if residual is None:
             assert isinstance(x, torch.Tensor)
             return self.forward(x), x

@@ -96,7 +96,8 @@ class StepStates:
         state: torch.Tensor,
         activation: ConvActivation = "silu",
     ) -> torch.Tensor:
-        """Compute ``MixerBackend.short_conv`` for the tokens of the step. ``state`` are the states of all requests."""
+        """Compute ``MixerBackend.short_conv`` of ``x [tokens, channels]``, all tokens of the step. Writes the slots of prompts and of
+        decode rows in ``state [slots, channels, width - 1]``, but not those of draft rows (see ``keep``)."""
         ops = self.backend
         return self.run(
             lambda part, rows: ops.short_conv(part[0], weight, bias, state, rows, activation),

@@ -23,8 +23,8 @@ from dovetail.ops.triton.launch import launch
 
 class ProjectedTile(NamedTuple):
     """Describe how the keys of a row are read: in up to ``splits`` parts, of which the first is the token itself. A program reads
-    ``keys`` keys before it waits, and ``more_keys`` at a time afterwards. Parts are multiples of ``unit`` keys, so that short rows have
-    fewer of them. A program of the second kernel merges ``width`` elements of a head."""
+    ``keys`` keys before it waits, and ``more_keys`` at a time afterwards. The keys of a part are a multiple of ``unit``, so that short rows
+    have fewer parts. A program of the second kernel merges ``width`` elements of a head."""
 
     splits: int
     keys: int
