@@ -314,7 +314,11 @@ def test_an_engine_adapts_its_threads_unless_their_number_is_given(monkeypatch):
         rank = llm.loop.executor.rank
         seen = {name: record_threads(monkeypatch, rank.engine, name) for name in ("launch", "sample", "wait")}
         expected = llm.generate("Once upon a time", {"temperature": 0, "max_new_tokens": 8})
-        monkeypatch.setattr(rank.context, "_count", ThreadCount(1))  # which stays at 1
+        count = ThreadCount(4)
+        for name in ("observe", "forget"):
+            monkeypatch.setattr(count, name, lambda *_: None)  # it stays at 1
+        count.number = 1
+        monkeypatch.setattr(rank.context, "_count", count)
         for numbers in seen.values():
             numbers.clear()
         got = llm.generate("Once upon a time", {"temperature": 0, "max_new_tokens": 8})

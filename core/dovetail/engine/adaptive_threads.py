@@ -144,7 +144,7 @@ class AdaptiveThreads:
 
     def __init__(self, count: ThreadCount, times: CoreTimes) -> None:
         self._count, self._times = count, times
-        self._before: list[int] = []
+        self._before: list[int | None] = []  # None: the number was not changed
         self._left = self._start = float("-inf")
         self._waited: Mapping[str, float] = {}
         self._idle: float | None = None
@@ -155,21 +155,34 @@ class AdaptiveThreads:
 
     def __enter__(self) -> None:
         now = time.monotonic()
-        if not self._before and now - self._left > FORGOTTEN:
+        if now - self._start >= WINDOW or now - self._left > PAUSE:
+            self._observe(now)
+        before = None
+        if (
+            self._count.number < self._count.most
+        ):  # otherwise the thread has them, or fewer in a context around this one
+            before = torch.get_num_threads()
+            set_own_threads(min(self._count.number, before))
+        self._before.append(before)
+
+    def __exit__(self, *error: object) -> None:
+        before = self._before.pop()
+        if before is not None:
+            set_own_threads(before)
+        self._left = time.monotonic()
+
+    def _observe(self, now: float) -> None:
+        """Begin a window after a pause, or choose the number of threads if a window ends at ``now``."""
+        pause = 0.0 if self._before else now - self._left
+        if pause > FORGOTTEN:
             self._count.forget()
         try:
-            if not self._before and now - self._left > PAUSE:
+            if pause > PAUSE:
                 self._begin(now, self._times.waited())
             elif now - self._start >= WINDOW:
                 self._choose(now)
         except OSError as error:  # for example, no file can be opened
             self._skip(now, error)
-        self._before.append(torch.get_num_threads())
-        set_own_threads(min(self._count.number, self._before[-1]))
-
-    def __exit__(self, *error: object) -> None:
-        set_own_threads(self._before.pop())
-        self._left = time.monotonic()
 
     def _choose(self, now: float) -> None:
         """Choose the number of threads by the window that ends at ``now``, and begin the next one."""
