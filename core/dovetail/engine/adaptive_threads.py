@@ -157,12 +157,10 @@ class AdaptiveThreads:
         now = time.monotonic()
         if now - self._start >= WINDOW or now - self._left > PAUSE:
             self._observe(now)
-        before = None
-        if (
-            self._count.number < self._count.most
-        ):  # otherwise the thread has them, or fewer in a context around this one
+        before, count = None, self._count
+        if count.number < count.most:  # otherwise the thread has all, or fewer in a context around this one
             before = torch.get_num_threads()
-            set_own_threads(min(self._count.number, before))
+            set_own_threads(min(count.number, before))
         self._before.append(before)
 
     def __exit__(self, *error: object) -> None:
