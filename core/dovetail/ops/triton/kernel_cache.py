@@ -49,7 +49,7 @@ def write_mark(file: Path, settings: str, kernels: int, modules: Iterable[str]) 
     of the files that define them: those of ``modules`` and of all loaded modules whose package is called triton. Does nothing if the directory
     cannot be written."""
     others = ("torch.", "triton.")
-    names = {name for name in sys.modules if ".triton" in name and not name.startswith(others)} | set(modules)
+    names = {name for name in list(sys.modules) if ".triton" in name and not name.startswith(others)} | set(modules)
     paths = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     with suppress(OSError):
         sources = {path: _state(path) for path in paths if path is not None}
