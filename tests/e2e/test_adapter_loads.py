@@ -407,6 +407,6 @@ def test_a_load_is_answered_while_the_server_shuts_down(paths):
 def test_the_error_of_an_unloaded_adapter_names_the_field(paths):
     served = ServedAdapters(config_of(paths), cast(Any, None))
     assert served.directory("k", "lora_path") == paths["k"]
-    with pytest.raises(RequestError, match="lora_path names the adapter 'x', which was unloaded") as caught:
+    with pytest.raises(RequestError, match="lora_path names the adapter 'x', which was unloaded; load it again") as caught:
         served.directory("x", "lora_path")
     assert caught.value.param == "lora_path"

@@ -190,7 +190,7 @@ def test_errors_of_adapters_that_go_while_a_request_is_prepared_name_its_field(
     response = client.post(path, json={**body, field: "going"})
     error = response.json()["error"]
     assert response.status_code == 400
-    why = "which was unloaded" if where == "server" else "which the engine does not know; load it first"
+    why = "which was unloaded; load it again" if where == "server" else "which the engine does not know; load it first"
     assert error["message"] == f"{field} names the adapter 'going', {why}"
     if path != "/generate":  # whose errors have no such field
         assert error["param"] == field

@@ -32,11 +32,11 @@ class AdapterImages:
 
         - ``check, directory``: check the headers of an adapter; return a stamp of its files, and why it is refused, or "".
         - ``read, key, directory, stamp``: begin to read an adapter. If ``stamp`` is not empty, the files must still have it.
-        - ``cancel, key``: do not begin to read an adapter. ``poll`` returns it all the same, with an error unless it was read.
+        - ``cancel, key``: do not read an adapter if reading it has not begun. ``poll`` still returns it, with an error if it was not read.
         - ``poll``: return [key, stamp, error] of all adapters that were read or cancelled since the last call; the error is
           empty if there is none.
         - ``install, key, slot``: copy an adapter that was read to a slot.
-        - ``drop, key``: forget an adapter that was read, or is being read.
+        - ``drop, key``: forget an adapter that ``poll`` has returned.
         - ``describe``: return the largest rank and the bytes of a slot.
         """
         match command:
@@ -57,8 +57,6 @@ class AdapterImages:
             case "drop":
                 (key,) = args
                 self._images.pop(key, None)
-                if (reading := self._reading.pop(key, None)) is not None:
-                    reading.cancel()
             case "describe":
                 return [self._adapters.max_rank, self._adapters.slot_bytes]
             case _:

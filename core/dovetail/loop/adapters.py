@@ -50,8 +50,8 @@ def most_in_host_memory(section: AdaptersSection, rank: int, size: int) -> int:
 @dataclass(slots=True, eq=False)
 class _Reading:
     """Hold an adapter that the ranks read. ``left`` is the number of ranks that have not finished. ``call_id`` is that of the
-    command to load the adapter, or empty if requests wait for it. One that is ``cancelled`` is dropped when all ranks have
-    finished: a thread that reads it already goes on."""
+    command to load the adapter, or empty if requests wait for it. If it is ``cancelled``, ranks that have not begun to read it do not,
+    and what the others read is dropped when all have finished."""
 
     adapter: KnownAdapter
     left: int
@@ -135,7 +135,7 @@ class AdapterLoader:
         return [CommandReply(call_id, False, message) for call_id in ended]
 
     def _cancel(self, reading: _Reading) -> None:
-        """Let the ranks not begin to read an adapter. Where one has begun, ``poll`` drops what it has read."""
+        """Keep ranks that have not begun to read an adapter from reading it. ``poll`` drops what the others have read."""
         if not reading.cancelled:
             reading.call_id, reading.cancelled = "", True
             self._call("cancel", reading.adapter.key)
@@ -199,9 +199,7 @@ class AdapterLoader:
             return []
         answers: list[Answer] = []
         for key, stamp, error in itertools.chain(*self._call("poll")):
-            reading = self._reading.get(key)
-            if reading is None:
-                continue
+            reading = self._reading[key]
             if reading.stamp and stamp and stamp != reading.stamp:
                 error = f"the files in {reading.adapter.directory} changed while they were read; load it again"
             reading.left, reading.error = reading.left - 1, reading.error or error

@@ -24,8 +24,8 @@ logger = logging.getLogger("dovetail.server")
 
 @dataclass(slots=True, eq=False)
 class _OpenLoad:
-    """Hold a load that has not been answered. ``error`` is set if it was ended: it is not served then, even if the engine has
-    read it."""
+    """Hold a load that has not been answered. ``error`` is set if the load was ended: then the adapter is not served, even if the
+    engine has read it."""
 
     name: str
     error: DovetailError | None = None
@@ -35,8 +35,8 @@ class ServedAdapters:
     """Hold the adapters that requests may name. It outlives the engine process: a process that is started again learns from each
     request where its adapter is.
 
-    Loads of one name wait for each other, and those of several names are in the engine together. To unload a name waits for no
-    load: it ends those of its name.
+    Loads of one name wait for each other; those of different names are in the engine at the same time. ``unload`` does not wait for
+    loads of its name, but ends them.
     """
 
     def __init__(self, config: Config, engine: EngineHandle) -> None:
@@ -57,7 +57,7 @@ class ServedAdapters:
         """Return the directory of an adapter that the field ``param`` names. Raises ``RequestError`` if it was unloaded."""
         card = self.cards.get(name)
         if card is None:
-            text = f"{param} names the adapter {name!r:.200}, which was unloaded"
+            text = f"{param} names the adapter {name!r:.200}, which was unloaded; load it again"
             raise RequestError(text, param=param, code="model_not_found")
         return card.directory
 
@@ -99,8 +99,8 @@ class ServedAdapters:
         self.cards[name] = AdapterCard(name, directory, int(time.time()))
 
     async def unload(self, name: str) -> None:
-        """Refuse new requests for an adapter, whose requests go on, and end the loads of this name that have not been answered.
-        Raises ``NotFoundError`` if there is neither."""
+        """Refuse new requests for an adapter, and end the loads of this name that have not been answered. Requests that were accepted
+        go on. Raises ``NotFoundError`` if there is neither an adapter nor a load of this name."""
         ended = [load for load in self._open if load.name == name and load.error is None]
         for load in ended:
             text = f"the adapter {name!r:.200} was not loaded: it was unloaded before it was read"

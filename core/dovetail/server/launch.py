@@ -173,7 +173,7 @@ class DrainingServer(uvicorn.Server):
                 await asyncio.wait_for(self._service.pause(False), _RESPONSE_SECONDS)
         await self._until_idle(seconds)
         if self._num_open and engine.alive:
-            logger.warning("%d requests were still running after %g s", self._num_open, seconds)
+            logger.warning("%d requests and loads of adapters were still open after %g s", self._num_open, seconds)
             engine.abort_all("the server is shutting down")
             await engine.end_if_hung(0.0 if engine.stalled else _RESPONSE_SECONDS)
             await self._until_idle(_ABORT_SECONDS)
@@ -182,7 +182,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def _until_idle(self, seconds: float) -> None:
-        """Wait up to ``seconds`` until no request is open, but not for an engine that stands still."""
+        """Wait up to ``seconds`` until no request and no load of an adapter is open, but not for an engine that stands still."""
         engine, deadline = self._service.engine, time.monotonic() + seconds
         while self._num_open and not engine.stalled and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
