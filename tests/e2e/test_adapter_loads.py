@@ -25,6 +25,7 @@ from dovetail.errors import RequestError
 from dovetail.loop import Loop
 from dovetail.messages import (
     AbortLoadsMsg,
+    AbortMsg,
     Answer,
     CommandReply,
     GenerateMsg,
@@ -153,6 +154,27 @@ def test_loads_are_ended_without_the_requests(loop, paths):
     assert [one.finish.kind.value for one in outputs if isinstance(one, TokenOutput) and one.finish] == ["length"]
     assert were_read(paths) == "k"
     assert (Path(paths["k"]) / WAS_READ).read_text() == "x", "it was read once"
+
+
+@pytest.mark.parametrize(("begun", "times"), [(False, "x"), (True, "xx")])
+def test_an_adapter_is_read_again_for_a_request_that_comes_after_its_read_was_ended(loop, paths, begun, times):
+    """The thread has begun to read it, or not: then it reads another one."""
+    gate = Path(paths["a"]) / "gate"
+    if begun:
+        gate = add_gate(Path(paths["k"]))
+    else:
+        load(loop, "a", directory=paths["a"])
+    loop.handle(GenerateMsg("first", [1, 2, 3], PARAMS, 0, adapter="k"))
+    while loop.scheduler.adapters.known["k"].key not in cast(Any, loop)._adapters._reading:
+        assert loop.step() == []
+    with gate.open("wb"):
+        gate.unlink()
+        loop.handle(AbortMsg("first"))
+        loop.handle(AbortLoadsMsg("end", "no more loads"))
+        loop.handle(GenerateMsg("second", [1, 2, 3], PARAMS, 0, adapter="k"))
+    kinds = {one.rid: one.finish.kind.value for one in finished(loop) if isinstance(one, TokenOutput) and one.finish}
+    assert kinds == {"first": "abort", "second": "length"}
+    assert (Path(paths["k"]) / WAS_READ).read_text() == times
 
 
 @pytest.mark.parametrize(("name", "read"), [("a", "abcd"), ("b", "acd"), ("c", "abd")])
@@ -407,6 +429,8 @@ def test_a_load_is_answered_while_the_server_shuts_down(paths):
 def test_the_error_of_an_unloaded_adapter_names_the_field(paths):
     served = ServedAdapters(config_of(paths), cast(Any, None))
     assert served.directory("k", "lora_path") == paths["k"]
-    with pytest.raises(RequestError, match="lora_path names the adapter 'x', which was unloaded; load it again") as caught:
+    with pytest.raises(
+        RequestError, match="lora_path names the adapter 'x', which was unloaded; load it again"
+    ) as caught:
         served.directory("x", "lora_path")
     assert caught.value.param == "lora_path"
