@@ -1,11 +1,12 @@
-"""Test that decode attention over pools of 8 bits compiles for compute capability 9.0 without conversions to bfloat16, which take longer than
-reading the pool, and without loads of single bytes. That needs no GPU.
+"""Test that decode attention compiles for compute capability 9.0 without spilling registers, and over pools of 8 bits without conversions to
+bfloat16, which take longer than reading the pool, and without loads of single bytes. That needs no GPU.
 
 .venv/bin/python -m pytest -q tests/core/test_decode_compiled.py
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,23 @@ CONSTANTS = {
     "K_HEAD": 128, "V_HEAD": 128, "SAME": False, "PAIRS": True, "GROUP": 4, "BLOCK_HEADS": 16, "HEAD_BLOCKS": 1, "WINDOW": False,
     "SOFT_CAP": False, "SINKS": False, "SPLIT": True,
 }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_parts_need_not_be_whole_blocks(tmp_path: Path) -> None:
+    """Registers for ``LARGE_TILE_RESIDENT`` programs suffice."""
+    tile = decode.LARGE_TILE
+    unit = decode.unit_of(tile, 3, 1, 132)
+    assert unit < tile.keys
+    constants = CONSTANTS | {"BLOCK_N": tile.keys, "UNIT": unit, "PAIRS": False}
+    types = TYPES | {"keys": "*bf16", "values": "*bf16"}
+    file = tmp_path / "kernel.cubin"
+    without_spills(
+        source_of(decode._decode, constants, types, ("q_row", "q_head")), file, tile.num_warps, tile.num_stages
+    )
+    registers = re.search(r"REG:(\d+)", printed("-res-usage", file))
+    assert registers is not None
+    assert int(registers[1]) * 32 * tile.num_warps * decode.LARGE_TILE_RESIDENT <= 65536
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -60,7 +60,7 @@ class Prompt:
     """Hold the token ids of a prompt and the parameters for its continuation. ``params.n`` outputs are generated.
     ``rid`` is their public id if it is not that of the request; they can be aborted by both. ``adapter`` is a name that
     ``ApiHost.check_adapter`` has accepted; by default it is the adapter that the request names as its model, if any.
-    ``adapter_param`` is the request field with that name, for errors. ``namespace`` is by default that of the request."""
+    ``adapter_param`` is the request field that has this name, for errors. ``namespace`` is by default that of the request."""
 
     ids: list[int]
     params: SamplingParams
