@@ -15,8 +15,10 @@ from dovetail.sampling_params import SamplingParams
 from dovetail.server.fair_sender import AT_ONCE, AT_ONCE_SHARED, PAUSE_SECONDS, SHARED_SECONDS, FairSender
 
 
-def message(rid: str, tenant: str, priority: int = 0, weight: float = 1.0) -> GenerateMsg:
-    return GenerateMsg(rid, [1, 2], SamplingParams(), 0, priority=priority, tenant=tenant, weight=weight)
+def message(rid: str, tenant: str, priority: int = 0, weight: float = 1.0, adapter: str = "") -> GenerateMsg:
+    return GenerateMsg(
+        rid, [1, 2], SamplingParams(), 0, priority=priority, tenant=tenant, weight=weight, adapter=adapter
+    )
 
 
 def many(tenant: str, count: int, **more: object) -> list[GenerateMsg]:
@@ -117,6 +119,30 @@ def test_what_is_dropped_is_not_sent_and_what_was_sent_is_not_dropped():
     assert box.sent == ["a0", "a1", "a3"]
     box.sender.finished("unknown")
     assert len(box.sender) == 0
+
+
+def test_all_requests_of_an_adapter_are_sent_and_the_others_wait_for_their_turn():
+    box = Outbox(window=2)
+    box.sender.put([message("plain", "a")])
+    box.sender.put([message(f"x{i}", "a", adapter="x") for i in range(3)])
+    box.sender.put([message("y", "a", adapter="y"), message("first", "a", priority=1, adapter="x")])
+    box.sender.put([message(f"b{i}", "b", adapter="x") for i in range(3)])
+    box.sender.drop("x2")
+    assert box.sent == ["plain", "x0", "b0", "b1"]
+    box.sender.send_of_adapter("x")
+    assert box.sent[4:] == ["first", "x1", "b2"]
+    assert box.sender.unsent == ["y"]
+    for rid in ("plain", "x0"):
+        box.sender.finished(rid)
+        assert len(box.sent) == 7, "two requests of the tenant are in the engine"
+    box.sender.finished("x1")
+    assert box.sent[7:] == ["y"]
+    for rid in box.sent:
+        box.sender.finished(rid)
+    box.sender.put(many("a", 9, adapter="z"))
+    assert box.sent[8:] == ["a0", "a1"]
+    box.sender.send_of_adapter("x")
+    assert (len(box.sent), len(box.sender)) == (10, 7)
 
 
 def test_a_tenant_that_fills_the_queue_is_refused_and_others_are_not():

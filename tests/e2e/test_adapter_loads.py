@@ -83,7 +83,6 @@ def finished(loop: Loop) -> list[Answer]:
     answers: list[Answer] = []
     while loop.has_work:
         answers += loop.step()
-    answers += loop.step()  # frees the memory of adapters whose last request has ended
     loader, images = cast(Any, loop)._adapters, cast(Any, loop.executor).rank.adapters
     assert not images._reading
     assert images._images.keys() == loader._host.keys()

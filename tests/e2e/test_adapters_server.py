@@ -15,11 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from dovetail.api.offload import INPUTS_OF_PART, Parts
 from dovetail.config import Config
 from dovetail.config.checkpoint import locate
 from dovetail.config.tenants import key_digest
-from dovetail.interfaces.api import AdapterCard
+from dovetail.interfaces.api import AdapterCard, ApiRequest
 from dovetail.server.launch import running_server
+from dovetail.server.outputs import RequestOutputs, RequestTerms
 from dovetail.server.service import Service
 from dovetail.server.tenants.keys import new_key
 from lora_adapters import ALL, module_shapes, write_adapter
@@ -194,6 +196,29 @@ def test_errors_of_adapters_that_go_while_a_request_is_prepared_name_its_field(
     assert error["message"] == f"{field} names the adapter 'going', {why}"
     if path != "/generate":  # whose errors have no such field
         assert error["param"] == field
+
+
+def test_an_adapter_that_goes_between_two_parts_of_a_large_request_is_not_sent_to_the_engine(client, monkeypatch):
+    """The engine would read it again and keep it, although no request can name it."""
+    submitting, parts = Service.submitting, [0]
+
+    def and_unload(service: Service, request: ApiRequest, terms: RequestTerms | None = None) -> Parts[RequestOutputs]:
+        work = submitting(service, request, terms)
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+            parts[0] += 1
+            yield
+            if parts[0] == 3:  # after two parts that check prompts, and the first part of messages
+                monkeypatch.delitem(service.served_adapters.cards, "beta")
+
+    monkeypatch.setattr(Service, "submitting", and_unload)
+    body = {"prompt": ["a"] * (2 * INPUTS_OF_PART), "lora_path": ["beta"] + ["alpha"] * (2 * INPUTS_OF_PART - 1)}
+    response = client.post("/v1/completions", json={**body, "max_tokens": 1})
+    assert (response.status_code, parts) == (400, [4])
+    assert "lora_path names the adapter 'beta', which was unloaded" in response.json()["error"]["message"]
 
 
 def test_tenants_use_the_adapters_that_they_may(client):

@@ -85,9 +85,9 @@ class AdapterLoader:
             self._stamps[self._table.add(name, directory).key] = stamp
 
     @property
-    def is_reading(self) -> bool:
-        """Return True while an adapter is read or is to be read."""
-        return bool(self._reading or self._loads)
+    def has_work(self) -> bool:
+        """Return True while an adapter is read or is to be read, or memory is to be freed of one whose last request has ended."""
+        return bool(self._reading or self._loads) or any(map(self._is_unused, self._retired))
 
     def _call(self, *command: Any) -> list[Any]:
         return self._executor.call("adapters", list(command))
@@ -231,9 +231,12 @@ class AdapterLoader:
             return [CommandReply(reading.call_id, False, error)]
         return self._scheduler.refuse_adapter(adapter, f"adapter {adapter.name} could not be read: {error}")
 
+    def _is_unused(self, adapter: KnownAdapter) -> bool:
+        return not adapter.requests and adapter.key not in self._reading
+
     def _removed(self, adapter: KnownAdapter) -> bool:
         """Free the memory of an unloaded adapter if all its requests have ended."""
-        if adapter.requests or adapter.key in self._reading:
+        if not self._is_unused(adapter):
             return False
         self._table.leave_slot(adapter)
         self._stamps.pop(adapter.key, None)

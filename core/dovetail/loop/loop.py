@@ -149,8 +149,8 @@ class Loop:
     def has_work(self) -> bool:
         """Return True while ``step`` has something to do or to return."""
         waiting = self.scheduler.has_work and not self._verbs.paused
-        reading = self._adapters is not None and self._adapters.is_reading
-        return waiting or bool(self._outbox) or self._in_flight is not None or reading
+        adapters = self._adapters is not None and self._adapters.has_work
+        return waiting or bool(self._outbox) or self._in_flight is not None or adapters
 
     @property
     def has_step_in_flight(self) -> bool:

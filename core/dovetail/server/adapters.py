@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from dovetail.api.problems import DrainingError, NotFoundError
 from dovetail.config.adapters import ADAPTER_NAME
-from dovetail.errors import DovetailError, RequestError
+from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.interfaces.api import AdapterCard
-from dovetail.messages import AbortLoadsMsg, LoadAdapterMsg, UnloadAdapterMsg
+from dovetail.messages import AbortLoadsMsg, GenerateMsg, LoadAdapterMsg, UnloadAdapterMsg
 
 if TYPE_CHECKING:
     from dovetail.config import Config
@@ -60,6 +62,11 @@ class ServedAdapters:
             text = f"{param} names the adapter {name!r:.200}, which was unloaded; load it again"
             raise RequestError(text, param=param, code="model_not_found")
         return card.directory
+
+    def check_loaded(self, msgs: Sequence[GenerateMsg]) -> None:
+        """Raise ``RequestError`` if an adapter of ``msgs`` was unloaded since they were made: the engine would load it again."""
+        for name, param in {(msg.adapter, msg.adapter_param) for msg in msgs if msg.adapter}:
+            self.directory(name, param)
 
     async def load(self, name: str, directory: str, *, replace: bool) -> None:
         """Load an adapter; requests go on meanwhile. With ``replace``, it may take the place of one of its name, whose requests
@@ -108,7 +115,10 @@ class ServedAdapters:
         if self.cards.pop(name, None) is None and not ended:
             raise NotFoundError(f"there is no adapter {name!r:.200}", code="model_not_found")
         # refused if the engine was started again, because it has none then, and if the loads have not been sent to it
-        await self._engine.command(UnloadAdapterMsg("", name))
+        with suppress(
+            EngineDeadError
+        ):  # the next engine learns of adapters from requests, and no request can name this one
+            await self._engine.command(UnloadAdapterMsg("", name))
         logger.info("adapter %r was unloaded", name)
 
     async def end_loads(self) -> None:

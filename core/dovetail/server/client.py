@@ -29,12 +29,14 @@ from dovetail.messages import (
     EngineStats,
     FlushCacheMsg,
     GenerateMsg,
+    LoadAdapterMsg,
     PingMsg,
     RequestFailed,
     ShutdownMsg,
     StatsRequestMsg,
     ToEngine,
     TokenOutput,
+    UnloadAdapterMsg,
     decode_from_engine,
     encode,
 )
@@ -236,7 +238,10 @@ class EngineClient:
         return await self._call(call_id, StatsRequestMsg(call_id))
 
     async def command(self, msg: Command) -> CommandReply:
-        """Send a command and return its reply. The ``call_id`` of ``msg`` is replaced."""
+        """Send a command and return its reply. The ``call_id`` of ``msg`` is replaced. A command about an adapter is sent after all
+        requests for it that have been accepted."""
+        if isinstance(msg, LoadAdapterMsg | UnloadAdapterMsg) and self.alive:
+            self._sender.send_of_adapter(msg.name)
         call_id = self._call_id()
         return await self._call(call_id, msgspec.structs.replace(msg, call_id=call_id))
 

@@ -107,6 +107,23 @@ class FairSender:
             _subtract_one(self._waiting, tenant)
         return tenant is not None
 
+    def send_of_adapter(self, name: str) -> None:
+        """Send all requests that wait here for the adapter ``name``, whatever their turn: it is about to be unloaded or replaced,
+        and those that were accepted keep it."""
+        if not self._unsent:
+            return
+        waiting = [msg for heap in self._heaps.values() for _, _, msgs in sorted(heap) for msg in msgs]
+        for msg in waiting:
+            if msg.adapter == name and (tenant := self._unsent.get(msg.rid)) is not None:
+                self.drop(msg.rid)  # its turn is skipped later
+                self._send_now(msg, tenant)
+
+    def _send_now(self, msg: GenerateMsg, tenant: str) -> None:
+        self._turns.charge(tenant, 1 / msg.weight)
+        self._sent[msg.rid] = tenant
+        self._in_engine[tenant] += 1
+        self._send(msg)
+
     def finished(self, rid: str) -> None:
         """Note that a request is no longer in the engine."""
         tenant = self._sent.pop(rid, None)
@@ -128,12 +145,9 @@ class FairSender:
             self._turns.take(tenant, 0.0)
             msg = self._pop(tenant)
             if self.drop(msg.rid):  # otherwise it was dropped before
-                self._turns.charge(tenant, 1 / msg.weight)
-                self._sent[msg.rid] = tenant
-                self._in_engine[tenant] += 1
                 if shared:
                     self._count(tenant)
-                self._send(msg)
+                self._send_now(msg, tenant)
         if len(self._turns):
             self._pumping = True
             self._later(0.0, self._pump)

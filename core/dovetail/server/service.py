@@ -144,6 +144,8 @@ class Service(ApiHost):
             msgs += part
             if len(part) >= INPUTS_OF_PART:
                 yield
+        if len(msgs) >= INPUTS_OF_PART:  # an adapter may have been unloaded between two parts
+            self.served_adapters.check_loaded(msgs)
         stream = self.engine.open(name, msgs)
         metrics = RequestMetrics(self.metrics, request.prompts)
         outputs = RequestOutputs(request, msgs, choices, stream, metrics, terms, self._logs)

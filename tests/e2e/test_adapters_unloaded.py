@@ -1,0 +1,136 @@
+"""Test what remains of an adapter (LoRA) that is unloaded or replaced: its requests go on with it, wherever they wait, and its memory
+is freed when the last of them has ended.
+
+.venv/bin/python -m pytest -q tests/e2e/test_adapters_unloaded.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from dovetail import LLM, SamplingParams
+from dovetail.config import Config
+from dovetail.errors import EngineDeadError, RequestError
+from dovetail.messages import GenerateMsg, UnloadAdapterMsg
+from dovetail.server.adapters import ServedAdapters
+from dovetail.server.client import EngineClient
+from lora_adapters import write_adapter
+
+SHAPES = {"model.layers.0.self_attn.q_proj": (256, 256), "model.layers.1.mlp.down_proj": (256, 704)}
+PARAMS = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
+SETTINGS = {"memory": {"kv_gib": 0.02}, "threads": 1}
+PROMPT = [1, 2, 3]
+COUNT = 8
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("unloaded")
+    for seed, name in enumerate("ab"):
+        write_adapter(directory / name, SHAPES, seed=seed, size=1.0)
+    return {name: str(directory / name) for name in "ab"}
+
+
+@pytest.fixture(scope="module")
+def tokens(paths: dict[str, str]) -> dict[str, list[int]]:
+    """Return the tokens of each adapter, and check that they differ."""
+    with LLM("tiny", **SETTINGS, grammar="none", adapters={"enabled": True, "load": paths}) as llm:
+        found = {name: llm.generate(PROMPT, PARAMS, adapter=name)[0].token_ids for name in paths}
+    assert found["a"] != found["b"]
+    return found
+
+
+def with_engine(paths: dict[str, str], check: Callable[[ServedAdapters, EngineClient], Awaitable[None]]) -> None:
+    """Run ``check`` with an engine process that gets two requests at a time, and serves the adapter ``x``."""
+
+    async def run() -> None:
+        section = {"enabled": True, "load": {"x": paths["a"]}}
+        limits, server = {"max_running": 1}, {"port": 0, "log_level": "error"}
+        config = Config.model_validate({**SETTINGS, "adapters": section, "scheduler": limits, "server": server})
+        engine = EngineClient(config)
+        await engine.start()
+        try:
+            await check(ServedAdapters(config, engine), engine)
+        finally:
+            await engine.stop()
+
+    asyncio.run(run())
+
+
+def request_of(served: ServedAdapters, rid: str) -> GenerateMsg:
+    return GenerateMsg(rid, PROMPT, PARAMS, 0, adapter="x", adapter_directory=served.directory("x", "model"))
+
+
+async def collected(engine: EngineClient, msgs: list[GenerateMsg]) -> dict[str, list[int]]:
+    """Return the tokens of each request."""
+    found: dict[str, list[int]] = {msg.rid: [] for msg in msgs}
+    with engine.open(msgs[0].rid, msgs) as stream:
+        async for outputs in stream:
+            for output in outputs:
+                found[output.rid] += output.token_ids
+    return found
+
+
+@pytest.mark.parametrize("then", ["unload", "unload and load", "replace"])
+def test_requests_that_wait_in_the_server_keep_the_adapter_that_is_unloaded(paths, tokens, then):
+    """Two of them are in the engine and the others wait in the server. The engine does not get to know the adapter again by them."""
+
+    async def check(served: ServedAdapters, engine: EngineClient) -> None:
+        early = asyncio.ensure_future(collected(engine, [request_of(served, f"early/{i}") for i in range(COUNT)]))
+        while not engine.num_open:
+            await asyncio.sleep(0)
+        if "unload" in then:
+            await served.unload("x")
+        if then != "unload":
+            await served.load("x", paths["b"], replace=then == "replace")
+            late = await collected(engine, [request_of(served, f"late/{i}") for i in range(COUNT)])
+            assert [*late.values()] == [tokens["b"]] * COUNT
+        assert [*(await early).values()] == [tokens["a"]] * COUNT
+        stats = await engine.stats()
+        assert stats.adapters_known == len(served.cards) == (then != "unload")
+
+    with_engine(paths, check)
+
+
+def test_an_adapter_is_unloaded_while_there_is_no_engine(paths):
+    """The next engine learns of adapters from requests, and none can name this one any more."""
+
+    async def check(served: ServedAdapters, engine: EngineClient) -> None:
+        await engine.stop()
+        with pytest.raises(EngineDeadError):
+            await served.load("y", paths["b"], replace=False)
+        await served.unload("x")
+        assert not served.cards
+
+    with_engine(paths, check)
+
+
+def test_requests_whose_adapter_is_unloaded_while_they_are_prepared_are_refused(paths):
+    config = Config.model_validate({"adapters": {"enabled": True, "load": {"x": paths["a"]}}})
+    served = ServedAdapters(config, cast(Any, None))
+    msgs = [GenerateMsg("plain", PROMPT, PARAMS, 0), request_of(served, "adapted")]
+    served.check_loaded(msgs)
+    del served.cards["x"]
+    served.check_loaded(msgs[:1])
+    with pytest.raises(RequestError, match="model names the adapter 'x', which was unloaded"):
+        served.check_loaded(msgs)
+
+
+def test_the_memory_of_an_unloaded_adapter_is_freed_when_its_last_request_has_ended(paths):
+    """An engine process makes no step as long as its loop has no work."""
+    with LLM("tiny", **SETTINGS, grammar="none", adapters={"enabled": True, "load": {"x": paths["a"]}}) as llm:
+        loop = llm.loop
+        table, images = loop.scheduler.adapters, cast(Any, loop.executor).rank.adapters
+        loop.handle(GenerateMsg("request", PROMPT, PARAMS, 0, adapter="x"))
+        while not table.stats()["adapters_running"]:
+            loop.step()
+        loop.handle(UnloadAdapterMsg("unload", "x"))
+        loop.step()
+        assert (table.stats()["adapters_resident"], len(images._images)) == (1, 1)
+        while loop.has_work:
+            loop.step()
+        assert (table.stats()["adapters_resident"], len(images._images)) == (0, 0)
