@@ -7,10 +7,14 @@ is freed when the last of them has ended.
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from gated_engine import add_gate
 
 from dovetail import LLM, SamplingParams
 from dovetail.config import Config
@@ -25,6 +29,7 @@ PARAMS = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
 SETTINGS = {"memory": {"kv_gib": 0.02}, "threads": 1}
 PROMPT = [1, 2, 3]
 COUNT = 8
+PATIENCE = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +139,26 @@ def test_the_memory_of_an_unloaded_adapter_is_freed_when_its_last_request_has_en
         while loop.has_work:
             loop.step()
         assert (table.stats()["adapters_resident"], len(images._images)) == (0, 0)
+
+
+def test_a_program_ends_while_a_read_hangs(paths, tmp_path: Path):
+    write_adapter(tmp_path / "slow", SHAPES)
+    gate = add_gate(tmp_path / "slow")
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from gated_engine import gated
+from dovetail import LLM
+from dovetail.engine.adapters import EngineAdapters
+from dovetail.messages import LoadAdapterMsg
+
+EngineAdapters.read = gated(EngineAdapters.read)
+with LLM("tiny", memory={{"kv_gib": 0.02}}, threads=1, grammar="none", adapters={{"enabled": True}}) as llm:
+    llm.loop.handle(LoadAdapterMsg("load", "slow", {str(gate.parent)!r}))
+    llm.loop.step()
+    writer = os.open({str(gate)!r}, os.O_WRONLY)  # opened once the read has begun, and never closed
+print("closed")
+""")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dovetail.engine.peft import CONFIG, TENSORS
+from dovetail.engine.read_thread import ReadThread
 from dovetail.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class AdapterImages:
         self._adapters = adapters
         self._images: dict[int, AdapterImage] = {}
         self._reading: dict[int, Future[tuple[AdapterImage, str]]] = {}
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._thread: ReadThread[tuple[AdapterImage, str]] = ReadThread("adapters")
 
     def run(self, command: str, *args: Any) -> Any:
         """Carry out a command. None of them waits for a file or for the device, except ``check``.
@@ -64,8 +65,8 @@ class AdapterImages:
         return None
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread; a read that does not return ends with the process."""
+        self._thread.close()
 
     def _check(self, directory: str) -> list[str]:
         try:
