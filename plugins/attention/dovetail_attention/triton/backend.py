@@ -70,8 +70,7 @@ SHARED_PAIRS = 64
 """The number of pairs of a row and a head that read a shared prefix together."""
 
 ROWS_PER_GROUP = 16
-"""The group size for which launches for shared prefixes are sized. If groups are smaller, programs compute several
-items."""
+"""The group size for which launches for shared prefixes are sized. If groups are smaller, programs compute several items."""
 
 CPU_PROCESSORS = 2
 
@@ -85,8 +84,7 @@ CUT_TOKENS, CUT_BYTES = 64, 128 << 20
 queries, or fewer if the partial results for the merge would take more than ``CUT_BYTES``."""
 
 MIN_VERIFY_TOKENS = 64
-"""The smallest number of tokens for which memory for graphs of verify rows is allocated. Larger sizes are powers of
-two."""
+"""The smallest number of tokens for which memory for graphs of verify rows is allocated. Larger sizes are powers of two."""
 
 
 class Memory:
@@ -202,17 +200,19 @@ class TritonAttention(AttentionBackend):
         lens, rows = batch.prefix_lens + 1, len(batch.slots)
         if batch.shared is not None:
             lens = lens - np.repeat(batch.shared.lens, np.diff(batch.shared.starts))
-        bytes_read = int(lens.sum()) * self._token_bytes
-        if bytes_read >= LONG_BYTES and self._few(rows):
-            return UNEVEN
-        return UNEVEN if self._waits(lens) else EVEN
+        long = int(lens.sum()) * self._token_bytes >= LONG_BYTES and self._few(rows)
+        return UNEVEN if long or self._waits(lens, self._projects and batch.shared is None) else EVEN
 
-    def _waits(self, lens: IntArray) -> bool:
+    def _waits(self, lens: IntArray, projects: bool) -> bool:
         """Return True if a schedule is worth its time, because a step of the variant ``EVEN`` with rows of ``lens [rows]`` keys takes longer than
-        the device needs to read all keys: at its end, the few programs that are left do not use the whole bandwidth."""
+        the device needs to read all keys: at its end, the few programs that are left do not use the whole bandwidth. With ``projects``, ``forward_projected`` computes few rows."""
         rows = next((size for size in self._sizes if size >= len(lens)), len(lens))
         parts, tiles = decode_splits(rows, self._kv_heads, self._processors, self._measured), rows * self._kv_heads
         tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors, eight_bits=self._eight_bits)
+        if projects and tiles <= decode_projected.MOST_TILES:
+            projected = decode_projected.tile_of(tiles, self._group)
+            tile = LARGE_TILE if projected.more_keys == LARGE_TILE.keys else MIDDLE_TILE
+            parts = projected.splits - 1  # without the part of the token itself
         seconds = SECONDS_PER_KEY.get(tile, OTHER_SECONDS_PER_KEY) if self._measured else OTHER_SECONDS_PER_KEY
         each, keys = self._token_bytes / BYTES_PER_SECOND, lens
         if parts == 1 and self._measured and tile in RESIDENT:
