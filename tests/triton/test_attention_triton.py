@@ -327,6 +327,11 @@ def test_the_variant_follows_from_the_tile_of_the_graph(monkeypatch):
     assert chosen(monkeypatch, lens, None, captured=(64,)) == backend.EVEN
 
 
+def test_few_rows_are_even_if_the_other_variant_is_a_schedule(monkeypatch):
+    """Rows of heads of 64 are not read in more parts by the other variant."""
+    assert chosen(monkeypatch, [3_000] * 4, None, head_dim=64) == backend.EVEN
+
+
 def test_rows_start_in_the_place_that_is_free_first():
     lens = np.array([9, 4, 6, 5, 5, 1, 2], np.int32)
     assert sorted(backend.keys_of_places(lens, 3)) == [10, 11, 11]  # 9 + 1, 4 + 5 + 2, 6 + 5
@@ -335,10 +340,10 @@ def test_rows_start_in_the_place_that_is_free_first():
     assert lens.tolist() == [9, 4, 6, 5, 5, 1, 2], "the lengths of the batch are not changed"
 
 
-def chosen(monkeypatch, lens, kv_dtype, captured=()):
+def chosen(monkeypatch, lens, kv_dtype, captured=(), head_dim=128):
     """Return the variant of a decode step of rows of these lengths on an H200, after graphs of ``captured`` rows."""
     monkeypatch.setattr(backend, "CPU_PROCESSORS", 132)
-    case = AttentionCase([3], [1], heads=32, kv_heads=8, head_dim=128, dtype=torch.float16, kv_dtype=kv_dtype)
+    case = AttentionCase([3], [1], heads=32, kv_heads=8, head_dim=head_dim, dtype=torch.float16, kv_dtype=kv_dtype)
     step = AttentionStep(case, CPU)
     built = backend.TritonAttention(TritonConfig(), step.context())
     for rows in captured:

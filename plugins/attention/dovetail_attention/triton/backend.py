@@ -209,7 +209,7 @@ class TritonAttention(AttentionBackend):
         rows = next((size for size in self._sizes if size >= len(lens)), len(lens))
         parts, tiles = decode_splits(rows, self._kv_heads, self._processors, self._measured), rows * self._kv_heads
         tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors, eight_bits=self._eight_bits)
-        if projects and tiles <= decode_projected.MOST_TILES:
+        if projects and tiles <= decode_projected.MOST_TILES and self._few(rows):
             projected = decode_projected.tile_of(tiles, self._group)
             tile = LARGE_TILE if projected.more_keys == LARGE_TILE.keys else MIDDLE_TILE
             parts = projected.splits - 1  # without the part of the token itself
