@@ -20,6 +20,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, RoutingRule
+from dovetail.layers import linear
 from dovetail.ops.triton import ahead as module
 from dovetail.ops.triton import (
     decode,
@@ -156,7 +157,7 @@ def test_what_an_equal_engine_has_noted_is_known(device, monkeypatch):
     marks = [file for file in (device / "dovetail-ahead").iterdir() if file.stat().st_size]
     (mark,) = marks
     assert norm.__file__ in json.loads(mark.read_text())["sources"]
-    assert launch.__file__ in json.loads(mark.read_text())["sources"], "it defines what kernels call"
+    assert linear.__file__ in json.loads(mark.read_text())["sources"], "layers choose kernels"
 
     again = make("a")
     assert again.is_known

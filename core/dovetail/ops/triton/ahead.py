@@ -106,7 +106,7 @@ class KernelsAhead:
         """``capability`` is the compute capability of ``device`` (90 stands for 9.0), by default of the first device, and
         ``what`` names the kernels that will be noted. Up to ``processes`` processes start at once, unless all kernels of that name were compiled
         before. ``settings`` are everything on which these kernels may depend besides their source: if they are given and the
-        same as then, and so are the files that define the kernels, ``is_known`` is True."""
+        same as then, and so are the files of the core and of what defines the kernels, ``is_known`` is True."""
         self.waited = 0.0  # seconds for which launches have waited for processes
         self.directory = cache_directory()
         self._capability = capability

@@ -46,10 +46,10 @@ def mark_file(capability: int, *parts: str) -> Path:
 
 def write_mark(file: Path, settings: str, kernels: int, modules: Iterable[str]) -> None:
     """Write the mark of a set of ``kernels`` kernels that an engine with these ``settings`` has noted. With it are the sizes and the times of change
-    of the files that define them: those of ``modules`` and of all loaded modules whose package is called triton. Does nothing if the directory
-    cannot be written."""
-    others = ("torch.", "triton.")
-    names = {name for name in list(sys.modules) if ".triton" in name and not name.startswith(others)} | set(modules)
+    of the files on which they depend: those of all loaded modules of the core and of the packages of ``modules``, which define the kernels. Does nothing
+    if the directory cannot be written."""
+    packages = {"dovetail", *(name.partition(".")[0] for name in modules)}
+    names = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
     paths = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     with suppress(OSError):
         sources = {path: _state(path) for path in paths if path is not None}
@@ -61,7 +61,7 @@ def write_mark(file: Path, settings: str, kernels: int, modules: Iterable[str]) 
 
 def kernels_of_mark(file: Path, settings: str) -> int:
     """Return the number of kernels of a set that need not be noted again: an engine with the same ``settings`` has noted them and
-    left none to compile, and the files that define them are the same. Otherwise, or without a mark, return 0."""
+    left none to compile, and the files of ``write_mark`` are the same. Otherwise, or without a mark, return 0."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(file.read_text())
         if found["settings"] == settings and all(_state(path) == state for path, state in found["sources"].items()):
