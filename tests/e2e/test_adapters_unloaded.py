@@ -19,9 +19,14 @@ from gated_engine import add_gate
 from dovetail import LLM, SamplingParams
 from dovetail.config import Config
 from dovetail.errors import EngineDeadError, RequestError
+from dovetail.experiment.online.arms import ArmsClient
+from dovetail.experiment.online.configs import arm_configs
 from dovetail.messages import GenerateMsg, UnloadAdapterMsg
+from dovetail.registry.loader import load_plugins
 from dovetail.server.adapters import ServedAdapters
 from dovetail.server.client import EngineClient
+from dovetail.server.engine_process import run_engine
+from dovetail.server.supervisor import SupervisedEngine
 from lora_adapters import write_adapter
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (256, 256), "model.layers.1.mlp.down_proj": (256, 704)}
@@ -70,7 +75,7 @@ def request_of(served: ServedAdapters, rid: str) -> GenerateMsg:
     return GenerateMsg(rid, PROMPT, PARAMS, 0, adapter="x", adapter_directory=served.directory("x", "model"))
 
 
-async def collected(engine: EngineClient, msgs: list[GenerateMsg]) -> dict[str, list[int]]:
+async def collected(engine: EngineClient | SupervisedEngine, msgs: list[GenerateMsg]) -> dict[str, list[int]]:
     """Return the tokens of each request."""
     found: dict[str, list[int]] = {msg.rid: [] for msg in msgs}
     with engine.open(msgs[0].rid, msgs) as stream:
@@ -139,6 +144,35 @@ def test_the_memory_of_an_unloaded_adapter_is_freed_when_its_last_request_has_en
         while loop.has_work:
             loop.step()
         assert (table.stats()["adapters_resident"], len(images._images)) == (0, 0)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_an_adapter_that_one_arm_of_an_experiment_refuses_is_loaded_in_none(paths, tokens, tmp_path, replace):
+    write_adapter(tmp_path / "large", SHAPES, rank=8)
+
+    async def run() -> None:
+        section = {"enabled": True, "load": {"x": paths["a"]}, "max_rank": 8}
+        arms = {"arms": {"small": {"adapters": {"max_rank": 4}}}, "split": {"base": 1, "small": 1}}
+        config = Config.model_validate({**SETTINGS, "adapters": section, "experiment": arms, "server": {"port": 0}})
+        engines = ArmsClient(config, arm_configs(config, load_plugins(config.plugins)), run_engine, str)
+        await engines.start()
+        try:
+            served = ServedAdapters(config, engines)
+            with pytest.raises(RequestError, match=r"arm small: .* has rank 8; allowed: at most 4"):
+                await served.load("x" if replace else "y", str(tmp_path / "large"), replace=replace)
+            known = (await engines.stats()).adapters_known
+            assert known == (1 if replace else 2), (
+                "each arm has an adapter x of its own, unless it took the other for it"
+            )
+            for arm in engines.arms.values():
+                msg = request_of(served, f"after {arm.name}")
+                assert await collected(arm.client, [msg]) == {msg.rid: tokens["a"]}
+            await served.unload("x")
+            assert (await engines.stats()).adapters_known == 0
+        finally:
+            await engines.stop()
+
+    asyncio.run(run())
 
 
 def test_a_program_ends_while_a_read_hangs(paths, tmp_path: Path):

@@ -16,7 +16,16 @@ from dovetail.errors import ConfigError, DovetailError, EngineDeadError, EngineE
 from dovetail.experiment.online.log import ArmGauges, ArmLog, StreamLog
 from dovetail.experiment.online.routing import pick, request_key
 from dovetail.experiment.online.shadow import FinishedRequest, ShadowTraffic
-from dovetail.messages import Command, CommandReply, EngineStats, FlushCacheMsg, GenerateMsg, TokenOutput
+from dovetail.messages import (
+    Command,
+    CommandReply,
+    EngineStats,
+    FlushCacheMsg,
+    GenerateMsg,
+    LoadAdapterMsg,
+    TokenOutput,
+    UnloadAdapterMsg,
+)
 from dovetail.server.engine_process import EngineTarget
 from dovetail.server.streams import OutputStream
 from dovetail.server.supervisor import SupervisedEngine
@@ -223,7 +232,9 @@ class ArmsClient:
         """Send a command to every running arm. The reply is a refusal if at least one arm refuses. Tokens of experts are
         added up over the arms; arms whose layers differ refuse."""
         names = [name for name, arm in self.arms.items() if arm.client.alive]
-        replies = await asyncio.gather(*(self.arms[name].client.command(msg) for name in names))
+        replies = await (
+            self._load_adapter(names, msg) if isinstance(msg, LoadAdapterMsg) else self._send_all(names, msg)
+        )
         refused = [f"arm {name}: {r.message}" for name, r in zip(names, replies, strict=True) if not r.ok]
         if not names:
             raise EngineDeadError(f"no arm is running: {self.failure or 'all were stopped'}")
@@ -231,6 +242,26 @@ class ArmsClient:
             refused.append("the arms have different layers of experts")
         files = tuple(file for r in replies for file in r.files)
         return CommandReply("", not refused, "; ".join(refused), files, {} if refused else _added(replies))
+
+    async def _send_all(self, names: Sequence[str], msg: Command) -> list[CommandReply]:
+        return await asyncio.gather(*(self.arms[name].client.command(msg) for name in names))
+
+    async def _load_adapter(self, names: Sequence[str], msg: LoadAdapterMsg) -> list[CommandReply]:
+        """Load an adapter in all arms. If one refuses it or ends, the others unload it: the server does not serve it then. An adapter
+        that it would have replaced is known to an arm again from the next request for it."""
+        sent = (self.arms[name].client.command(msg) for name in names)
+        results = await asyncio.gather(*sent, return_exceptions=True)
+        replies = [result for result in results if isinstance(result, CommandReply)]
+        if len(replies) == len(names) and all(reply.ok for reply in replies):
+            return replies
+        loaded = [name for name, r in zip(names, results, strict=True) if isinstance(r, CommandReply) and r.ok]
+        for name in loaded:
+            with suppress(EngineDeadError):
+                await self.arms[name].client.command(UnloadAdapterMsg("", msg.name))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return replies
 
     async def flush_cache(self) -> CommandReply:
         """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""
