@@ -69,3 +69,29 @@ def test_an_engine_that_is_started_again_has_the_adapters_that_were_loaded_last(
         assert text_of(client, "café/sql") == second
         response = client.post("/v1/completions", json={"prompt": "a", "model": "gone"})
         assert response.status_code == 404
+
+
+def test_loads_are_refused_and_unloads_are_carried_out_while_there_is_no_engine(tmp_path):
+    write_adapter(tmp_path / "one", module_shapes(locate("tiny"), ATTENTION))
+    tree = {
+        "threads": 1,
+        "memory": {"kv_gib": 0.05},
+        "server": {"port": 0, "log_level": "error"},
+        "supervision": {"backoff_seconds": 600},
+        "adapters": {"enabled": True, "load": {"one": str(tmp_path / "one")}},
+    }
+    with running_server(Config.model_validate(tree)) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        os.kill(client.get("/server_info").json()["engine_pid"], signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while client.get("/health").status_code == 200:
+            assert time.monotonic() < deadline, "the server did not notice that the engine has ended"
+        for route in ("/load_lora_adapter", "/v1/load_lora_adapter"):
+            response = client.post(route, json={"lora_name": "two", "lora_path": str(tmp_path / "one")})
+            assert response.status_code == 503
+            assert "it is being started again, retry later" in response.json()["error"]["message"]
+        for status in (200, 404):
+            response = client.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
+            assert response.status_code == status
+        error = response.json()["error"]
+        assert (error["message"], error["param"]) == ("there is no adapter 'one'", "lora_name")
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny"]

@@ -48,6 +48,7 @@ class UnloadAdapterRequest(ApiModel):
 async def load_lora_adapter(service: Service, request: Request) -> Response:
     """Load an adapter while requests run (SGLang's form of the answer)."""
     body = await parse(request, LoadAdapterRequest, service.max_body)
+    service.check_ready()
     await service.served_adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
     return json_response({"success": True, "error_message": None, "loaded_adapters": _loaded(service)})
 
@@ -62,6 +63,7 @@ async def unload_lora_adapter(service: Service, request: Request) -> Response:
 async def v1_load_lora_adapter(service: Service, request: Request) -> Response:
     """Load an adapter while requests run (vLLM's form of the answer)."""
     body = await parse(request, LoadAdapterRequest, service.max_body)
+    service.check_ready()
     await service.served_adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

@@ -113,7 +113,7 @@ class ServedAdapters:
             text = f"the adapter {name!r:.200} was not loaded: it was unloaded before it was read"
             load.error = RequestError(text, param="lora_name", code="adapter_unloaded")
         if self.cards.pop(name, None) is None and not ended:
-            raise NotFoundError(f"there is no adapter {name!r:.200}", code="model_not_found")
+            raise NotFoundError(f"there is no adapter {name!r:.200}", param="lora_name", code="model_not_found")
         # refused if the engine was started again, because it has none then, and if the loads have not been sent to it
         with suppress(
             EngineDeadError
