@@ -26,7 +26,7 @@ from dovetail.registry.loader import load_plugins
 from dovetail.server.adapters import ServedAdapters
 from dovetail.server.client import EngineClient
 from dovetail.server.engine_process import run_engine
-from dovetail.server.supervisor import SupervisedEngine
+from dovetail.server.engines import EngineHandle
 from lora_adapters import write_adapter
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (256, 256), "model.layers.1.mlp.down_proj": (256, 704)}
@@ -75,13 +75,14 @@ def request_of(served: ServedAdapters, rid: str) -> GenerateMsg:
     return GenerateMsg(rid, PROMPT, PARAMS, 0, adapter="x", adapter_directory=served.directory("x", "model"))
 
 
-async def collected(engine: EngineClient | SupervisedEngine, msgs: list[GenerateMsg]) -> dict[str, list[int]]:
+async def collected(engine: EngineHandle, msgs: list[GenerateMsg]) -> dict[str, list[int]]:
     """Return the tokens of each request."""
     found: dict[str, list[int]] = {msg.rid: [] for msg in msgs}
-    with engine.open(msgs[0].rid, msgs) as stream:
-        async for outputs in stream:
-            for output in outputs:
-                found[output.rid] += output.token_ids
+    stream = engine.open(msgs[0].rid, msgs)
+    while stream.open or stream.unread:
+        for output in await stream.__anext__():
+            found[output.rid] += output.token_ids
+    stream.close()
     return found
 
 
@@ -168,6 +169,28 @@ def test_an_adapter_that_one_arm_of_an_experiment_refuses_is_loaded_in_none(path
                 msg = request_of(served, f"after {arm.name}")
                 assert await collected(arm.client, [msg]) == {msg.rid: tokens["a"]}
             await served.unload("x")
+            assert (await engines.stats()).adapters_known == 0
+        finally:
+            await engines.stop()
+
+    asyncio.run(run())
+
+
+def test_the_shadow_of_a_request_does_not_make_an_arm_know_an_unloaded_adapter_again(paths, tokens):
+    async def run() -> None:
+        section = {"enabled": True, "load": {"x": paths["a"]}}
+        shadow = {"arm": "other", "percent": 100, "tokens_per_minute": 10_000}
+        arms = {"arms": {"other": {"memory": {"kv_gib": 0.03}}}, "shadow": shadow}
+        config = Config.model_validate({**SETTINGS, "adapters": section, "experiment": arms, "server": {"port": 0}})
+        engines = ArmsClient(config, arm_configs(config, load_plugins(config.plugins)), run_engine, str)
+        await engines.start()
+        try:
+            served = ServedAdapters(config, engines)
+            assert await collected(engines, [request_of(served, "first")]) == {"first": tokens["a"]}
+            await served.unload("x")  # before the shadow is sent
+            while not engines.shadow.outcomes():
+                await asyncio.sleep(0)
+            assert engines.shadow.outcomes() == {"dropped_adapter": 1}
             assert (await engines.stats()).adapters_known == 0
         finally:
             await engines.stop()

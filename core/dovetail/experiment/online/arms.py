@@ -184,7 +184,8 @@ class ArmsClient:
         shadow = self.shadow if self.shadow and self.shadow.arm != arm.name and self.shadow.selects(group) else None
         stream = arm.client.open(group, msgs)
         log = StreamLog(self.log, arm.name, key, msgs, "served", keep=shadow is not None)
-        self._groups[group] = ArmStream(stream, log, lambda: self._closed(group, arm, msgs, log, shadow))
+        changes = shadow.adapter_changes if shadow is not None else 0
+        self._groups[group] = ArmStream(stream, log, lambda: self._closed(group, arm, msgs, log, shadow, changes))
         return self._groups[group]
 
     def abort(self, group: str) -> bool:
@@ -209,13 +210,20 @@ class ArmsClient:
         return self.arms[pick(key, shares)]
 
     def _closed(
-        self, group: str, arm: OnlineArm, msgs: Sequence[GenerateMsg], log: StreamLog, shadow: ShadowTraffic | None
+        self,
+        group: str,
+        arm: OnlineArm,
+        msgs: Sequence[GenerateMsg],
+        log: StreamLog,
+        shadow: ShadowTraffic | None,
+        adapter_changes: int,
     ) -> None:
         del self._groups[group]
         self.log.latencies[arm.name].extend(log.latencies)
         if shadow is not None and log.complete:
             other = self.arms[shadow.arm]
-            shadow.offer(FinishedRequest(group, tuple(msgs), log), other.client.open if other.running else None)
+            finished = FinishedRequest(group, tuple(msgs), log, adapter_changes)
+            shadow.offer(finished, other.client.open if other.running else None)
 
     # commands
 
@@ -232,6 +240,8 @@ class ArmsClient:
         """Send a command to every running arm. The reply is a refusal if at least one arm refuses. Tokens of experts are
         added up over the arms; arms whose layers differ refuse."""
         names = [name for name, arm in self.arms.items() if arm.client.alive]
+        if isinstance(msg, UnloadAdapterMsg):
+            self._adapters_change()
         replies = await (
             self._load_adapter(names, msg) if isinstance(msg, LoadAdapterMsg) else self._send_all(names, msg)
         )
@@ -251,6 +261,7 @@ class ArmsClient:
         that it would have replaced is known to an arm again from the next request for it."""
         sent = (self.arms[name].client.command(msg) for name in names)
         results = await asyncio.gather(*sent, return_exceptions=True)
+        self._adapters_change()
         replies = [result for result in results if isinstance(result, CommandReply)]
         if len(replies) == len(names) and all(reply.ok for reply in replies):
             return replies
@@ -262,6 +273,10 @@ class ArmsClient:
             if isinstance(result, BaseException):
                 raise result
         return replies
+
+    def _adapters_change(self) -> None:
+        if self.shadow is not None:
+            self.shadow.adapter_changes += 1
 
     async def flush_cache(self) -> CommandReply:
         """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""

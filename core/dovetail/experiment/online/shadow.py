@@ -41,11 +41,13 @@ Open = Callable[[str, Sequence[GenerateMsg]], OutputStream]
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """Hold a request whose answer is complete: its messages and the log of the primary arm's outputs."""
+    """Hold a request whose answer is complete: its messages and the log of the primary arm's outputs. ``adapter_changes`` is
+    ``ShadowTraffic.adapter_changes`` when it was sent."""
 
     rid: str
     msgs: tuple[GenerateMsg, ...]
     log: StreamLog
+    adapter_changes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -100,9 +102,12 @@ class ShadowTraffic:
         self.compared: deque[OutputPair] = deque(maxlen=section.keep)
         self.pairs: tuple[deque[Latency], deque[Latency]] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
         self.workers: list[asyncio.Task[None]] = []
+        self.adapter_changes = 0
+        """How often an adapter was loaded or unloaded. Requests with an adapter that were sent before the last change are dropped:
+        the arm would load an adapter again that was unloaded, or compute with another one of its name."""
         self.results = Counter(
             "dovetail_shadow_outcomes",
-            "Outcomes of requests for the shadow arm: dropped_budget, dropped_queue, dropped_arm, sent, failed; of outputs: equal, different.",
+            "Outcomes of requests for the shadow arm: dropped_budget, dropped_queue, dropped_arm, dropped_adapter, sent, failed; of outputs: equal, different.",
             ["outcome"],
             registry=None,
         )
@@ -152,6 +157,9 @@ class ShadowTraffic:
                 logger.debug("shadow of %s: %s", finished.rid, error)
 
     async def _repeat(self, finished: FinishedRequest, send: Open) -> None:
+        if finished.adapter_changes != self.adapter_changes and any(msg.adapter for msg in finished.msgs):
+            self._count("dropped_adapter")
+            return
         msgs = finished.copies()
         with send(f"shadow/{next(self._serial)}/{finished.rid}", msgs) as stream:
             log = StreamLog(self._log, self.arm, finished.log.key, msgs, "shadow", keep=True)
