@@ -228,6 +228,12 @@ def test_an_object_with_name_and_path_is_loaded_when_it_is_first_used(adapters, 
         for _ in range(2):
             assert_same(llm.generate(PROMPTS[0], PARAMS, adapter=request)[0], expected["all"][0])
         assert llm.loop.stats().adapters_known == 1
+        same = SimpleNamespace(lora_name="mine", lora_path=adapters / "missing" / ".." / "all")
+        other = SimpleNamespace(lora_name="mine", lora_path=str(adapters / "other"))
+        (adapters / "missing").mkdir()
+        assert_same(llm.generate(PROMPTS[0], PARAMS, adapter=same)[0], expected["all"][0])
+        with pytest.raises(RequestError, match=r"was loaded from .*all'; give another lora_name, or replace"):
+            llm.generate(PROMPTS[0], PARAMS, adapter=other)
         with pytest.raises(RequestError, match="2 entries and there are 1 prompts"):
             llm.generate(PROMPTS[:1], PARAMS, adapter=["mine", None])
         with pytest.raises(RequestError, match="allowed: a name"):

@@ -376,12 +376,21 @@ class LLM:
         self._command(UnloadAdapterMsg(self._call_id(), name))
 
     def _adapter_name(self, choice: AdapterChoice) -> str:
-        """Return the name of an adapter, which is loaded if ``choice`` has a path and the name is not known."""
+        """Return the name of an adapter, which is loaded if ``choice`` has a path and the name is not known. Raises ``RequestError`` if
+        the name is known for another path."""
         if choice is None or isinstance(choice, str):
             return choice or ""
-        if choice.lora_name not in self.loop.scheduler.adapters.known:
-            self.load_adapter(choice.lora_name, choice.lora_path)
-        return choice.lora_name
+        name, path = choice.lora_name, os.fspath(choice.lora_path)
+        known = self.loop.scheduler.adapters.known.get(name)
+        if known is None:
+            self.load_adapter(name, path)
+        elif known.directory != path and os.path.realpath(known.directory) != os.path.realpath(path):
+            raise RequestError(
+                f"lora_path is {path!r:.200}, and the adapter {name!r:.80} was loaded from {known.directory!r:.200}; give "
+                "another lora_name, or replace the adapter with load_adapter first",
+                param="adapter",
+            )
+        return name
 
     def _call_id(self) -> str:
         return f"call-{next(self._ids)}"
