@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -20,9 +22,11 @@ from gated_engine import WAS_READ, add_gate, gated, run_gated_engine
 from dovetail import LLM, SamplingParams
 from dovetail.api.problems import DrainingError, NotFoundError
 from dovetail.config import Config
+from dovetail.engine import adapter_files
 from dovetail.engine.adapters import EngineAdapters
 from dovetail.errors import RequestError
 from dovetail.loop import Loop
+from dovetail.loop.adapters import AdapterLoader
 from dovetail.messages import (
     AbortLoadsMsg,
     AbortMsg,
@@ -260,6 +264,49 @@ def test_commands_after_an_interrupt_of_the_wait_for_a_load_have_answers_of_thei
         load_and_interrupt(llm, "c")
         llm.unload_adapter("c")
         assert [*llm.loop.scheduler.adapters.known] == ["b"]
+
+
+def test_ctrl_c_ends_the_wait_for_a_load_between_two_steps(paths, monkeypatch):
+    """It arrives while the loop asks the ranks whether they have read the adapter."""
+    collect = AdapterLoader._collect
+
+    def interrupted(loader: AdapterLoader) -> list[Answer]:
+        monkeypatch.setattr(AdapterLoader, "_collect", collect)
+        signal.raise_signal(signal.SIGINT)
+        return collect(loader)
+
+    with LLM("tiny", **SETTINGS, adapters={"enabled": True}) as llm:
+        monkeypatch.setattr(AdapterLoader, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.load_adapter("b", paths["b"])
+        assert llm.loop.dead is None
+        llm.load_adapter("c", paths["c"])
+        assert [*llm.loop.scheduler.adapters.known] == ["b", "c"]
+
+
+def test_a_read_ends_before_its_next_matrices_when_the_engine_is_closed(tmp_path, monkeypatch):
+    """Torch aborts a process that ends while a thread computes."""
+    read, begun, count = adapter_files._read_tensor, threading.Event(), 0
+    write_adapter(tmp_path / "many", {f"model.layers.{i}.self_attn.q_proj": (256, 256) for i in range(2)})
+
+    def read_slowly(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        begun.set()
+        deadline = time.monotonic() + PATIENCE
+        while not reader.stopped and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return read(*args)
+
+    with LLM("tiny", **SETTINGS, adapters={"enabled": True}) as llm:
+        images = cast(Any, llm.loop.executor).rank.adapters
+        reader, thread = images._adapters._reader, images._thread
+        monkeypatch.setattr(adapter_files, "_read_tensor", read_slowly)
+        load(llm.loop, "many", directory=str(tmp_path / "many"))
+        assert llm.loop.step() == []
+        assert begun.wait(PATIENCE)
+    thread._thread.join(PATIENCE)
+    assert (count, thread._thread.is_alive()) == (2, False)
 
 
 def test_ranks_need_not_have_come_equally_far_when_a_load_is_ended(paths):

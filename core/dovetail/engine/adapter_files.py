@@ -130,7 +130,8 @@ class _Placed(NamedTuple):
 
 
 class AdapterReader:
-    """Read adapters for the ``modules`` of a model, of rank up to ``max_rank``. May be used on another thread."""
+    """Read adapters for the ``modules`` of a model, of rank up to ``max_rank``. May be used on another thread. Once ``stopped`` is set,
+    a read ends with ``WeightsError`` before its next matrices."""
 
     def __init__(
         self,
@@ -144,6 +145,7 @@ class AdapterReader:
     ) -> None:
         self._modules, self._regions, self._kinds, self._max_rank = modules, regions, kinds, max_rank
         self._body, self._device, self._dtype = body, device, dtype
+        self.stopped = False
 
     @property
     def modules(self) -> list[str]:
@@ -167,6 +169,7 @@ class AdapterReader:
                 for module, tensor in adapter.copies.items():
                     self._compare(opened, own_name(self._modules, self._body, module), tensor)
                 for one in placed:
+                    self._raise_if_stopped()
                     a, b = (_read_tensor(opened, tensor).float() for tensor in (one.a, one.b))
                     a, b = a.to(self._dtype), (b * one.scale).to(self._dtype)
                     _check_finite(one, a, b)
@@ -175,6 +178,10 @@ class AdapterReader:
         except OSError as error:
             raise WeightsError(f"{adapter.file} cannot be read: {error}") from error
         return AdapterImage(_pinned(elements) if self._device.type == "cuda" else (elements,), ranks)
+
+    def _raise_if_stopped(self) -> None:
+        if self.stopped:
+            raise WeightsError("the adapter was not read, because the engine was closed")
 
     def _fit(self, adapter: PeftAdapter, directory: str) -> list[_Placed]:
         """Return the places of all matrices. Raises ``WeightsError`` if one of them has none, or has another shape."""
@@ -263,6 +270,7 @@ class AdapterReader:
             )
         start = 0 if share is None else share.start
         for at in range(0, len(weight), _COPY_ROWS):
+            self._raise_if_stopped()
             count = min(_COPY_ROWS, len(weight) - at)
             rows = cut(tensor, (TensorShare(0, start + at, count, tensor.shape[0]),))
             own = _to_host(weight[at : at + count]).float()

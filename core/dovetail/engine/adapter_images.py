@@ -65,7 +65,9 @@ class AdapterImages:
         return None
 
     def close(self) -> None:
-        """End the thread; a read that does not return ends with the process."""
+        """End the thread and its read. One that does not return ends with the process; the others must have ended before, because
+        Torch aborts a process that ends while a thread computes."""
+        self._adapters.stop_reads()
         self._thread.close()
 
     def _check(self, directory: str) -> list[str]:

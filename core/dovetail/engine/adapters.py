@@ -169,8 +169,12 @@ class EngineAdapters:
         return self._reader.check(directory)
 
     def read(self, directory: str) -> AdapterImage:
-        """Read an adapter. Raises ``WeightsError``."""
+        """Read an adapter. Raises ``WeightsError``, also if ``stop_reads`` is called meanwhile."""
         return self._reader.read(directory)
+
+    def stop_reads(self) -> None:
+        """End the read on another thread before its next matrices, and refuse later reads."""
+        self._reader.stopped = True
 
     def install(self, image: AdapterImage, slot: int) -> None:
         """Copy an adapter to ``slot`` (from 1 on). Does not wait for the device."""

@@ -65,9 +65,9 @@ class LLM:
     ``Config``; keywords are sections of the config tree, as they are written in a config file; ``config_file`` is such a file.
     Raises ``ConfigError`` and ``PluginError`` as the server does. An ``LLM`` is not thread-safe.
 
-    Ctrl-C takes effect between two steps: the requests of the interrupted call are aborted, and the object can still be used.
-    A second Ctrl-C takes effect at once. If it may have left the engine's state inconsistent, every later call raises
-    ``EngineDeadError``.
+    Ctrl-C takes effect between two steps: the requests of the interrupted call are aborted, a load of an adapter goes on during
+    later calls, and the object can still be used. A second Ctrl-C takes effect at once. If it may have left the engine's state
+    inconsistent, every later call raises ``EngineDeadError``.
     """
 
     def __init__(
@@ -376,8 +376,7 @@ class LLM:
         self._command(UnloadAdapterMsg(self._call_id(), name))
 
     def _adapter_name(self, choice: AdapterChoice) -> str:
-        """Return the name of an adapter, which is loaded if ``choice`` has a path and the name is not known. Raises ``RequestError`` if
-        the name is known for another path."""
+        """Return the name of an adapter, which is loaded if ``choice`` has a path and the name is not known. Raises ``RequestError``."""
         if choice is None or isinstance(choice, str):
             return choice or ""
         name, path = choice.lora_name, os.fspath(choice.lora_path)
@@ -396,14 +395,15 @@ class LLM:
         return f"call-{next(self._ids)}"
 
     def _command(self, msg: LoadAdapterMsg | UnloadAdapterMsg) -> None:
-        """Carry out a command. Requests that run go on meanwhile. The answer to an earlier command, for which an interrupt has ended
-        the wait, may come meanwhile, too."""
+        """Carry out a command. Requests that run go on meanwhile. Answers to earlier commands, which Ctrl-C has interrupted, are ignored."""
         self._need_open()
-        self.loop.handle(msg)
         reply: CommandReply | None = None
-        while reply is None:
-            replies = (answer for answer in self._step() if isinstance(answer, CommandReply))
-            reply = next((each for each in replies if each.call_id == msg.call_id), None)
+        with DeferredInterrupt() as interrupt:
+            self.loop.handle(msg)
+            while reply is None:
+                interrupt.release()
+                replies = (answer for answer in self._step() if isinstance(answer, CommandReply))
+                reply = next((each for each in replies if each.call_id == msg.call_id), None)
         if not reply.ok:
             raise RequestError(reply.message, param="adapter")
 
