@@ -176,7 +176,9 @@ def test_an_adapter_that_one_arm_of_an_experiment_refuses_is_loaded_in_none(path
     asyncio.run(run())
 
 
-def test_the_shadow_of_a_request_does_not_make_an_arm_know_an_unloaded_adapter_again(paths, tokens):
+def with_shadow(paths: dict[str, str], check: Callable[[ServedAdapters, ArmsClient], Awaitable[None]]) -> None:
+    """Run ``check`` with two arms that serve the adapter ``x``, of which ``other`` gets the shadow of every request."""
+
     async def run() -> None:
         section = {"enabled": True, "load": {"x": paths["a"]}}
         shadow = {"arm": "other", "percent": 100, "tokens_per_minute": 10_000}
@@ -185,17 +187,65 @@ def test_the_shadow_of_a_request_does_not_make_an_arm_know_an_unloaded_adapter_a
         engines = ArmsClient(config, arm_configs(config, load_plugins(config.plugins)), run_engine, str)
         await engines.start()
         try:
-            served = ServedAdapters(config, engines)
-            assert await collected(engines, [request_of(served, "first")]) == {"first": tokens["a"]}
-            await served.unload("x")  # before the shadow is sent
-            while not engines.shadow.outcomes():
-                await asyncio.sleep(0)
-            assert engines.shadow.outcomes() == {"dropped_adapter": 1}
-            assert (await engines.stats()).adapters_known == 0
+            await check(ServedAdapters(config, engines), engines)
         finally:
             await engines.stop()
 
     asyncio.run(run())
+
+
+async def outcomes(engines: ArmsClient) -> dict[str, int]:
+    """Return the outcomes of shadow requests, once there is another than "sent"."""
+    assert engines.shadow is not None
+    while not engines.shadow.outcomes().keys() - {"sent"}:
+        await asyncio.sleep(0)
+    return engines.shadow.outcomes()
+
+
+def test_the_shadow_of_a_request_does_not_make_an_arm_know_an_unloaded_adapter_again(paths, tokens):
+    async def check(served: ServedAdapters, engines: ArmsClient) -> None:
+        assert await collected(engines, [request_of(served, "first")]) == {"first": tokens["a"]}
+        await served.unload("x")  # before the shadow is sent
+        assert await outcomes(engines) == {"dropped_adapter": 1}
+        assert (await engines.stats()).adapters_known == 0
+
+    with_shadow(paths, check)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_shadow_of_a_request_is_not_computed_with_the_adapter_that_replaces_its_own(paths, tokens, early):
+    """The shadow arm has replaced the adapter, and the other arm has not yet. The request was sent before the load or during it."""
+
+    async def check(served: ServedAdapters, engines: ArmsClient) -> None:
+        base, other = engines.arms["base"].client, engines.arms["other"].client
+        commands, replaced, goes_on = (base.command, other.command), asyncio.Event(), asyncio.Event()
+
+        async def late(msg: Any) -> Any:
+            await goes_on.wait()
+            return await commands[0](msg)
+
+        async def noted(msg: Any) -> Any:
+            reply = await commands[1](msg)
+            replaced.set()
+            return reply
+
+        base.command, other.command = late, noted
+        requests = [asyncio.ensure_future(collected(engines, [request_of(served, "first")]))] if early else []
+        while early and not engines.num_open:
+            await asyncio.sleep(0)
+        load = asyncio.ensure_future(served.load("x", paths["b"], replace=True))
+        await replaced.wait()
+        requests = requests or [asyncio.ensure_future(collected(engines, [request_of(served, "first")]))]
+        assert await requests[0] == {"first": tokens["a"]}
+        assert await outcomes(engines) == {"dropped_adapter": 1}
+        goes_on.set()
+        await load
+        assert await collected(engines, [request_of(served, "second")]) == {"second": tokens["b"]}
+        while "equal" not in (found := await outcomes(engines)):
+            await asyncio.sleep(0)
+        assert found == {"dropped_adapter": 1, "sent": 1, "equal": 1}
+
+    with_shadow(paths, check)
 
 
 def test_a_program_ends_while_a_read_hangs(paths, tmp_path: Path):

@@ -100,6 +100,7 @@ class ArmsClient:
         self._source = section.key
         self._groups: dict[str, ArmStream] = {}
         self._stopping: dict[str, asyncio.Task[None]] = {}
+        self._num_loads = 0  # loads of adapters that have not ended in all arms
         self.info: dict[str, Any] = {}
 
     # start and stop
@@ -184,7 +185,7 @@ class ArmsClient:
         shadow = self.shadow if self.shadow and self.shadow.arm != arm.name and self.shadow.selects(group) else None
         stream = arm.client.open(group, msgs)
         log = StreamLog(self.log, arm.name, key, msgs, "served", keep=shadow is not None)
-        changes = shadow.adapter_changes if shadow is not None else 0
+        changes = None if shadow is None or self._num_loads else shadow.adapter_changes
         self._groups[group] = ArmStream(stream, log, lambda: self._closed(group, arm, msgs, log, shadow, changes))
         return self._groups[group]
 
@@ -216,7 +217,7 @@ class ArmsClient:
         msgs: Sequence[GenerateMsg],
         log: StreamLog,
         shadow: ShadowTraffic | None,
-        adapter_changes: int,
+        adapter_changes: int | None,
     ) -> None:
         del self._groups[group]
         self.log.latencies[arm.name].extend(log.latencies)
@@ -240,8 +241,8 @@ class ArmsClient:
         """Send a command to every running arm. The reply is a refusal if at least one arm refuses. Tokens of experts are
         added up over the arms; arms whose layers differ refuse."""
         names = [name for name, arm in self.arms.items() if arm.client.alive]
-        if isinstance(msg, UnloadAdapterMsg):
-            self._adapters_change()
+        if isinstance(msg, LoadAdapterMsg | UnloadAdapterMsg) and self.shadow is not None:
+            self.shadow.adapter_changes += 1
         replies = await (
             self._load_adapter(names, msg) if isinstance(msg, LoadAdapterMsg) else self._send_all(names, msg)
         )
@@ -259,9 +260,15 @@ class ArmsClient:
     async def _load_adapter(self, names: Sequence[str], msg: LoadAdapterMsg) -> list[CommandReply]:
         """Load an adapter in all arms. If one refuses it or ends, the others unload it: the server does not serve it then. An adapter
         that it would have replaced is known to an arm again from the next request for it."""
+        self._num_loads += 1
+        try:
+            return await self._load_in_all(names, msg)
+        finally:
+            self._num_loads -= 1
+
+    async def _load_in_all(self, names: Sequence[str], msg: LoadAdapterMsg) -> list[CommandReply]:
         sent = (self.arms[name].client.command(msg) for name in names)
         results = await asyncio.gather(*sent, return_exceptions=True)
-        self._adapters_change()
         replies = [result for result in results if isinstance(result, CommandReply)]
         if len(replies) == len(names) and all(reply.ok for reply in replies):
             return replies
@@ -273,10 +280,6 @@ class ArmsClient:
             if isinstance(result, BaseException):
                 raise result
         return replies
-
-    def _adapters_change(self) -> None:
-        if self.shadow is not None:
-            self.shadow.adapter_changes += 1
 
     async def flush_cache(self) -> CommandReply:
         """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""

@@ -42,12 +42,12 @@ Open = Callable[[str, Sequence[GenerateMsg]], OutputStream]
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
     """Hold a request whose answer is complete: its messages and the log of the primary arm's outputs. ``adapter_changes`` is
-    ``ShadowTraffic.adapter_changes`` when it was sent."""
+    ``ShadowTraffic.adapter_changes`` when it was sent, and None if an adapter was being loaded then."""
 
     rid: str
     msgs: tuple[GenerateMsg, ...]
     log: StreamLog
-    adapter_changes: int = 0
+    adapter_changes: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -103,8 +103,8 @@ class ShadowTraffic:
         self.pairs: tuple[deque[Latency], deque[Latency]] = (deque(maxlen=KEPT), deque(maxlen=KEPT))
         self.workers: list[asyncio.Task[None]] = []
         self.adapter_changes = 0
-        """How often an adapter was loaded or unloaded. Requests with an adapter that were sent before the last change are dropped:
-        the arm would load an adapter again that was unloaded, or compute with another one of its name."""
+        """How many loads and unloads of adapters have begun. Requests with an adapter that were sent before the last of them, or
+        during a load, are dropped: the arm would load an adapter again that was unloaded, or compute with another one of its name."""
         self.results = Counter(
             "dovetail_shadow_outcomes",
             "Outcomes of requests for the shadow arm: dropped_budget, dropped_queue, dropped_arm, dropped_adapter, sent, failed; of outputs: equal, different.",
