@@ -28,7 +28,8 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     Requests of different ``tenant``s take turns, in proportion to their ``weight``. ``adapter`` is the name of an adapter
     (LoRA), or empty. The request waits until it is on the device. An adapter that the engine does not know, because it was
     started again, is read from ``adapter_directory``, unless that is empty. ``adapter_param`` is the request field that names
-    the adapter, for errors.
+    the adapter, for errors. ``accepted`` means that the server has let the request wait already, so that the engine does not refuse
+    it because its queue is full.
     """
 
     rid: str
@@ -45,6 +46,7 @@ class GenerateMsg(msgspec.Struct, tag=True, frozen=True):
     adapter: str = ""
     adapter_directory: str = ""
     adapter_param: str = "model"
+    accepted: bool = False
 
 
 class AbortMsg(msgspec.Struct, tag=True, frozen=True):

@@ -55,11 +55,11 @@ def tokens(paths: dict[str, str]) -> dict[str, list[int]]:
 
 
 def with_engine(paths: dict[str, str], check: Callable[[ServedAdapters, EngineClient], Awaitable[None]]) -> None:
-    """Run ``check`` with an engine process that gets two requests at a time, and serves the adapter ``x``."""
+    """Run ``check`` with an engine process that gets two requests at a time, has a queue of four, and serves the adapter ``x``."""
 
     async def run() -> None:
         section = {"enabled": True, "load": {"x": paths["a"]}}
-        limits, server = {"max_running": 1}, {"port": 0, "log_level": "error"}
+        limits, server = {"max_running": 1, "max_waiting": 4}, {"port": 0, "log_level": "error"}
         config = Config.model_validate({**SETTINGS, "adapters": section, "scheduler": limits, "server": server})
         engine = EngineClient(config)
         await engine.start()
@@ -88,7 +88,8 @@ async def collected(engine: EngineHandle, msgs: list[GenerateMsg]) -> dict[str, 
 
 @pytest.mark.parametrize("then", ["unload", "unload and load", "replace"])
 def test_requests_that_wait_in_the_server_keep_the_adapter_that_is_unloaded(paths, tokens, then):
-    """Two of them are in the engine and the others wait in the server. The engine does not get to know the adapter again by them."""
+    """Two of them are in the engine and the others, more than its queue takes, wait in the server. The engine does not get to know the
+    adapter again by them."""
 
     async def check(served: ServedAdapters, engine: EngineClient) -> None:
         early = asyncio.ensure_future(collected(engine, [request_of(served, f"early/{i}") for i in range(COUNT)]))

@@ -100,7 +100,8 @@ class Scheduler:
         if msg.rid in self._by_rid:
             raise RequestError(f"rid {msg.rid!r} is already in use; request ids must be unique", param="rid")
         most = self.limits.max_waiting
-        if len(self.waiting) >= most and has_equal_share(self.waiting, msg.tenant, most):
+        full = len(self.waiting) >= most and not msg.accepted
+        if full and has_equal_share(self.waiting, msg.tenant, most):
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting, which is the limit (scheduler.max_waiting); retry later"
             )

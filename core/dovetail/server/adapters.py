@@ -114,10 +114,9 @@ class ServedAdapters:
             load.error = RequestError(text, param="lora_name", code="adapter_unloaded")
         if self.cards.pop(name, None) is None and not ended:
             raise NotFoundError(f"there is no adapter {name!r:.200}", param="lora_name", code="model_not_found")
-        # refused if the engine was started again, because it has none then, and if the loads have not been sent to it
-        with suppress(
-            EngineDeadError
-        ):  # the next engine learns of adapters from requests, and no request can name this one
+        # The engine refuses it if it was started again, because it has no adapter then, and if the loads have not been sent to it. If there
+        # is no engine now, the next one learns of adapters from requests, and none can name this one.
+        with suppress(EngineDeadError):
             await self._engine.command(UnloadAdapterMsg("", name))
         logger.info("adapter %r was unloaded", name)
 

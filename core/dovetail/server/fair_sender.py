@@ -8,6 +8,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dovetail.errors import QueueFullError
 from dovetail.fair_queue import FairQueue
 from dovetail.messages import GenerateMsg
@@ -31,7 +33,8 @@ class FairSender:
     """Hold back the requests of tenants that have many, so that a request with thousands of inputs neither fills the engine's
     queue nor stops the event loop while it is sent.
 
-    At most ``window`` requests of one tenant are in the engine, which is enough to fill its steps. The others wait here, in turns
+    At most ``window`` requests of one tenant are in the engine, which is enough to fill its steps, and those of adapters that are unloaded or
+    replaced (``send_of_adapter``). The others wait here, in turns
     for tenants, those of one tenant by priority and then by arrival. While several tenants send requests, each of them
     sends at most ``AT_ONCE_SHARED`` until all may send again, ``PAUSE_SECONDS`` after the first has sent as many. At most ``most`` wait: beyond that a request is refused,
     unless its tenant has none here or less than an equal share.
@@ -108,15 +111,16 @@ class FairSender:
         return tenant is not None
 
     def send_of_adapter(self, name: str) -> None:
-        """Send all requests that wait here for the adapter ``name``, whatever their turn: it is about to be unloaded or replaced,
-        and those that were accepted keep it."""
+        """Send all requests that wait here for the adapter ``name``, whatever their turn and the engine's limits: it is about to be
+        unloaded or replaced, and those that were accepted keep it. Other work of the event loop waits meanwhile, so that nothing comes between
+        them and the command that follows (8,192 requests: about 20 ms with prompts of 100 tokens, 130 with 4,000)."""
         if not self._unsent:
             return
         waiting = [msg for heap in self._heaps.values() for _, _, msgs in sorted(heap) for msg in msgs]
         for msg in waiting:
             if msg.adapter == name and (tenant := self._unsent.get(msg.rid)) is not None:
                 self.drop(msg.rid)  # its turn is skipped later
-                self._send_now(msg, tenant)
+                self._send_now(msgspec.structs.replace(msg, accepted=True), tenant)
 
     def _send_now(self, msg: GenerateMsg, tenant: str) -> None:
         self._turns.charge(tenant, 1 / msg.weight)
