@@ -18,6 +18,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from gated_engine import WAS_READ, add_gate, gated, run_gated_engine
+from served_adapters import serve_adapters
 
 from dovetail import LLM, SamplingParams
 from dovetail.api.problems import DrainingError, NotFoundError
@@ -338,17 +339,8 @@ def config_of(paths: dict[str, str], **server: object) -> Config:
 
 def with_engine(paths: dict[str, str], check: Callable[[ServedAdapters, EngineClient], Awaitable[None]]) -> None:
     """Run ``check`` with an engine in a process of its own."""
-
-    async def run() -> None:
-        config = config_of(paths)
-        engine = EngineClient(config, run_gated_engine)
-        await engine.start()
-        try:
-            await check(ServedAdapters(config, engine), engine)
-        finally:
-            await engine.stop()
-
-    asyncio.run(run())
+    config = config_of(paths)
+    serve_adapters(config, lambda: EngineClient(config, run_gated_engine), check)
 
 
 async def begun(paths: dict[str, str]) -> Any:

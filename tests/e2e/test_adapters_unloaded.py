@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 from gated_engine import add_gate
+from served_adapters import serve_adapters
 
 from dovetail import LLM, SamplingParams
 from dovetail.config import Config
@@ -56,19 +57,10 @@ def tokens(paths: dict[str, str]) -> dict[str, list[int]]:
 
 def with_engine(paths: dict[str, str], check: Callable[[ServedAdapters, EngineClient], Awaitable[None]]) -> None:
     """Run ``check`` with an engine process that gets two requests at a time, has a queue of four, and serves the adapter ``x``."""
-
-    async def run() -> None:
-        section = {"enabled": True, "load": {"x": paths["a"]}}
-        limits, server = {"max_running": 1, "max_waiting": 4}, {"port": 0, "log_level": "error"}
-        config = Config.model_validate({**SETTINGS, "adapters": section, "scheduler": limits, "server": server})
-        engine = EngineClient(config)
-        await engine.start()
-        try:
-            await check(ServedAdapters(config, engine), engine)
-        finally:
-            await engine.stop()
-
-    asyncio.run(run())
+    section = {"enabled": True, "load": {"x": paths["a"]}}
+    limits, server = {"max_running": 1, "max_waiting": 4}, {"port": 0, "log_level": "error"}
+    config = Config.model_validate({**SETTINGS, "adapters": section, "scheduler": limits, "server": server})
+    serve_adapters(config, lambda: EngineClient(config), check)
 
 
 def request_of(served: ServedAdapters, rid: str) -> GenerateMsg:
@@ -179,20 +171,12 @@ def test_an_adapter_that_one_arm_of_an_experiment_refuses_is_loaded_in_none(path
 
 def with_shadow(paths: dict[str, str], check: Callable[[ServedAdapters, ArmsClient], Awaitable[None]]) -> None:
     """Run ``check`` with two arms that serve the adapter ``x``, of which ``other`` gets the shadow of every request."""
-
-    async def run() -> None:
-        section = {"enabled": True, "load": {"x": paths["a"]}}
-        shadow = {"arm": "other", "percent": 100, "tokens_per_minute": 10_000}
-        arms = {"arms": {"other": {"memory": {"kv_gib": 0.03}}}, "shadow": shadow}
-        config = Config.model_validate({**SETTINGS, "adapters": section, "experiment": arms, "server": {"port": 0}})
-        engines = ArmsClient(config, arm_configs(config, load_plugins(config.plugins)), run_engine, str)
-        await engines.start()
-        try:
-            await check(ServedAdapters(config, engines), engines)
-        finally:
-            await engines.stop()
-
-    asyncio.run(run())
+    section = {"enabled": True, "load": {"x": paths["a"]}}
+    shadow = {"arm": "other", "percent": 100, "tokens_per_minute": 10_000}
+    arms = {"arms": {"other": {"memory": {"kv_gib": 0.03}}}, "shadow": shadow}
+    config = Config.model_validate({**SETTINGS, "adapters": section, "experiment": arms, "server": {"port": 0}})
+    found = arm_configs(config, load_plugins(config.plugins))
+    serve_adapters(config, lambda: ArmsClient(config, found, run_engine, str), check)
 
 
 async def outcomes(engines: ArmsClient) -> dict[str, int]:

@@ -47,32 +47,39 @@ class UnloadAdapterRequest(ApiModel):
 
 async def load_lora_adapter(service: Service, request: Request) -> Response:
     """Load an adapter while requests run (SGLang's form of the answer)."""
-    body = await parse(request, LoadAdapterRequest, service.max_body)
-    service.check_ready()
-    await service.served_adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+    await _load(service, request)
     return json_response({"success": True, "error_message": None, "loaded_adapters": _loaded(service)})
 
 
 async def unload_lora_adapter(service: Service, request: Request) -> Response:
     """Unload an adapter; its requests go on (SGLang's form of the answer)."""
-    body = await parse(request, UnloadAdapterRequest, service.max_body)
-    await service.served_adapters.unload(body.lora_name)
+    await _unload(service, request)
     return json_response({"success": True, "error_message": None, "loaded_adapters": _loaded(service)})
 
 
 async def v1_load_lora_adapter(service: Service, request: Request) -> Response:
     """Load an adapter while requests run (vLLM's form of the answer)."""
-    body = await parse(request, LoadAdapterRequest, service.max_body)
-    service.check_ready()
-    await service.served_adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    return PlainTextResponse(f"Success: LoRA adapter '{await _load(service, request)}' added successfully.")
 
 
 async def v1_unload_lora_adapter(service: Service, request: Request) -> Response:
     """Unload an adapter; its requests go on (vLLM's form of the answer)."""
+    return PlainTextResponse(f"Success: LoRA adapter '{await _unload(service, request)}' removed successfully.")
+
+
+async def _load(service: Service, request: Request) -> str:
+    """Load the adapter of ``request`` and return its name."""
+    body = await parse(request, LoadAdapterRequest, service.max_body)
+    service.check_ready()
+    await service.served_adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+    return body.lora_name
+
+
+async def _unload(service: Service, request: Request) -> str:
+    """Unload the adapter of ``request`` and return its name."""
     body = await parse(request, UnloadAdapterRequest, service.max_body)
     await service.served_adapters.unload(body.lora_name)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    return body.lora_name
 
 
 def _loaded(service: Service) -> dict[str, str]:

@@ -52,8 +52,8 @@ def _stats_kernel(
     tl.store(values + row * 2 * blocks + block, best)
     tl.store(ids + row * blocks + block, block * (BLOCK // SUB) + first)
     if SUMS:
-        heat = 1.0 if temperature is None else tl.load(temperature + row * temperature_stride)
-        scale = exponent_scale(heat)
+        row_temperature = 1.0 if temperature is None else tl.load(temperature + row * temperature_stride)
+        scale = exponent_scale(row_temperature)
         base = tl.where(best == float("-inf"), 0.0, best)
         total = tl.sum(tl.sum(tl.exp2((x - base) * scale), axis=1), axis=0)
         tl.store(values + (row * 2 + 1) * blocks + block, total)
