@@ -256,6 +256,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for case, (engine, names) in cases.items():
                 times[case].append(engine.tpot(prompts, names))
+                print(f"{case:32} {times[case][-1]:8.3f} ms", flush=True)
         base = min(times["without adapters"])
         for case, found in times.items():
             print(
