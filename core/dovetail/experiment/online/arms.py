@@ -240,45 +240,46 @@ class ArmsClient:
     async def command(self, msg: Command) -> CommandReply:
         """Send a command to every running arm. The reply is a refusal if at least one arm refuses. Tokens of experts are
         added up over the arms; arms whose layers differ refuse."""
-        names = [name for name, arm in self.arms.items() if arm.client.alive]
         if isinstance(msg, LoadAdapterMsg | UnloadAdapterMsg) and self.shadow is not None:
             self.shadow.adapter_changes += 1
-        replies = await (
-            self._load_adapter(names, msg) if isinstance(msg, LoadAdapterMsg) else self._send_all(names, msg)
-        )
-        refused = [f"arm {name}: {r.message}" for name, r in zip(names, replies, strict=True) if not r.ok]
-        if not names:
+        replies = await (self._load_adapter(msg) if isinstance(msg, LoadAdapterMsg) else self._send_all(msg))
+        refused = [f"arm {name}: {reply.message}" for name, reply in replies.items() if not reply.ok]
+        if not replies:
             raise EngineDeadError(f"no arm is running: {self.failure or 'all were stopped'}")
-        if len({_layers_of(reply) for reply in replies}) > 1:
+        if len({_layers_of(reply) for reply in replies.values()}) > 1:
             refused.append("the arms have different layers of experts")
-        files = tuple(file for r in replies for file in r.files)
-        return CommandReply("", not refused, "; ".join(refused), files, {} if refused else _added(replies))
+        files = tuple(file for reply in replies.values() for file in reply.files)
+        return CommandReply("", not refused, "; ".join(refused), files, {} if refused else _added(replies.values()))
 
-    async def _send_all(self, names: Sequence[str], msg: Command) -> list[CommandReply]:
-        return await asyncio.gather(*(self.arms[name].client.command(msg) for name in names))
+    async def _send_all(self, msg: Command) -> dict[str, CommandReply]:
+        names = [name for name, arm in self.arms.items() if arm.client.alive]
+        replies = await asyncio.gather(*(self.arms[name].client.command(msg) for name in names))
+        return dict(zip(names, replies, strict=True))
 
-    async def _load_adapter(self, names: Sequence[str], msg: LoadAdapterMsg) -> list[CommandReply]:
-        """Load an adapter in all arms. If one refuses it or ends, the others unload it: the server does not serve it then. An adapter
-        that it would have replaced is known to an arm again from the next request for it."""
+    async def _load_adapter(self, msg: LoadAdapterMsg) -> dict[str, CommandReply]:
+        """Load an adapter in all arms that are not being stopped. If one refuses it or ends, the others unload it: the server does not
+        serve it then. An adapter that it would have replaced is known to an arm again from the next request for it."""
         self._num_loads += 1
         try:
-            return await self._load_in_all(names, msg)
+            return await self._load_in_all(msg)
         finally:
             self._num_loads -= 1
 
-    async def _load_in_all(self, names: Sequence[str], msg: LoadAdapterMsg) -> list[CommandReply]:
+    async def _load_in_all(self, msg: LoadAdapterMsg) -> dict[str, CommandReply]:
+        names = [name for name, arm in self.arms.items() if arm.client.alive and not arm.stopping]
         sent = (self.arms[name].client.command(msg) for name in names)
-        results = await asyncio.gather(*sent, return_exceptions=True)
-        replies = [result for result in results if isinstance(result, CommandReply)]
-        if len(replies) == len(names) and all(reply.ok for reply in replies):
-            return replies
-        loaded = [name for name, r in zip(names, results, strict=True) if isinstance(r, CommandReply) and r.ok]
-        for name in loaded:
-            with suppress(EngineDeadError):
-                await self.arms[name].client.command(UnloadAdapterMsg("", msg.name))
-        for result in results:
+        results = dict(zip(names, await asyncio.gather(*sent, return_exceptions=True), strict=True))
+        loaded = [name for name, result in results.items() if isinstance(result, CommandReply) and result.ok]
+        counted = {name: result for name, result in results.items() if not self.arms[name].stopping}
+        if not counted.keys() <= {*loaded}:
+            for name in loaded:
+                with suppress(EngineDeadError):
+                    await self.arms[name].client.command(UnloadAdapterMsg("", msg.name))
+        replies: dict[str, CommandReply] = {}
+        for name, result in counted.items():
             if isinstance(result, BaseException):
                 raise result
+            replies[name] = result
         return replies
 
     async def flush_cache(self) -> CommandReply:
@@ -388,7 +389,7 @@ def _layers_of(reply: CommandReply) -> tuple[tuple[int, int], ...]:
     return tuple((layer, len(tokens)) for layer, tokens in reply.expert_tokens.items())
 
 
-def _added(replies: Sequence[CommandReply]) -> dict[int, list[int]]:
+def _added(replies: Iterable[CommandReply]) -> dict[int, list[int]]:
     """Return the sums of the replies' ``expert_tokens``."""
     sums: dict[int, list[int]] = {}
     for layer, tokens in (item for reply in replies for item in reply.expert_tokens.items()):
