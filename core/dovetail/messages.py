@@ -116,11 +116,21 @@ class ExpertLoadMsg(msgspec.Struct, tag=True, frozen=True):
 class LoadAdapterMsg(msgspec.Struct, tag=True, frozen=True):
     """Read the adapter in ``directory``, and make it known as ``name``, in place of one of that name, whose requests go on with
     it. The engine answers with ``CommandReply`` when the adapter is read, or when the load is ended before that; other
-    requests go on meanwhile."""
+    requests go on meanwhile. With ``hold``, an adapter that was read is not known before a ``HeldAdapterMsg``."""
 
     call_id: str
     name: str
     directory: str
+    hold: bool = False
+
+
+class HeldAdapterMsg(msgspec.Struct, tag=True, frozen=True):
+    """Make the adapter known that a load with ``hold`` has read, or drop it without ``keep``. The engine answers with
+    ``CommandReply``: a refusal if there is none, because it was unloaded or loads were ended since."""
+
+    call_id: str
+    name: str
+    keep: bool
 
 
 class UnloadAdapterMsg(msgspec.Struct, tag=True, frozen=True):
@@ -318,7 +328,7 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 Control = PauseMsg | ContinueMsg | StartProfileMsg | StopProfileMsg | ExpertLoadMsg
-AdapterCommand = LoadAdapterMsg | UnloadAdapterMsg | AbortLoadsMsg
+AdapterCommand = LoadAdapterMsg | HeldAdapterMsg | UnloadAdapterMsg | AbortLoadsMsg
 Command = FlushCacheMsg | Control | AdapterCommand
 """A message that is answered with ``CommandReply``."""
 ToEngine = GenerateMsg | AbortMsg | AbortAllMsg | Command | StatsRequestMsg | PingMsg | ShutdownMsg

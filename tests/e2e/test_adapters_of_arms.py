@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from served_adapters import serve_adapters
 
 from dovetail import SamplingParams
 from dovetail.config import Config
+from dovetail.errors import RequestError
 from dovetail.experiment.online.arms import ArmsClient
 from dovetail.experiment.online.configs import arm_configs
 from dovetail.messages import GenerateMsg, LoadAdapterMsg
@@ -52,10 +54,56 @@ def request_of(served: ServedAdapters, rid: str, adapter: str = "x") -> Generate
 
 async def tokens_of(client: Any, msg: GenerateMsg) -> list[int]:
     found: list[int] = []
-    with client.open(msg.rid, [msg]) as stream:
-        async for outputs in stream:
+    with closing(client.open(msg.rid, [msg])) as stream:
+        while stream.open or stream.unread:
+            outputs = await stream.__anext__()
             found += [token for output in outputs for token in output.token_ids]
     return found
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("path", ["b", "large"])
+def test_an_adapter_is_served_once_all_arms_have_read_it(paths, name, path):
+    """The arm ``base`` has read it earlier than ``small``, which refuses the large one. It replaces an adapter (x), or is new (y)."""
+
+    async def check(served: ServedAdapters, engines: ArmsClient) -> None:
+        base, small = (engines.arms[name].client for name in ("base", "small"))
+        commands, was_read, goes_on = (base.command, small.command), asyncio.Event(), asyncio.Event()
+
+        async def early(msg: Any) -> Any:
+            reply = await commands[0](msg)
+            was_read.set()
+            return reply
+
+        async def late(msg: Any) -> Any:
+            await goes_on.wait()
+            return await commands[1](msg)
+
+        async def tokens() -> list[list[int]]:
+            return [await tokens_of(client, request_of(served, "request")) for client in (base, small)]
+
+        before = await tokens()
+        base.command, small.command = early, late
+        load = asyncio.ensure_future(served.load(name, paths[path], replace=True))
+        await was_read.wait()
+        assert await tokens() == before, "the new adapter computes for a request"
+        assert [*served.cards] == ["x"], "requests for the new adapter are accepted"
+        goes_on.set()
+        if path == "large":
+            with pytest.raises(RequestError, match=r"arm small: .* has rank 8; allowed: at most 4"):
+                await load
+        else:
+            await load
+        replaced = (name, path) == ("x", "b")
+        first, second = await tokens()
+        assert first == second
+        assert (first != before[0]) == replaced
+        known = 1 + ((name, path) == ("y", "b"))
+        assert [(await client.stats()).adapters_known for client in (base, small)] == [known, known]
+        if name in served.cards:
+            assert await tokens_of(engines, request_of(served, "new", name))
+
+    with_arms(paths, check)
 
 
 @pytest.mark.parametrize("begun", [False, True])

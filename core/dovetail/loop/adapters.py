@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import ConfigError
 from dovetail.host_memory import usable_memory
-from dovetail.messages import AbortLoadsMsg, AdapterCommand, Answer, CommandReply, LoadAdapterMsg, UnloadAdapterMsg
+from dovetail.messages import (
+    AbortLoadsMsg,
+    AdapterCommand,
+    Answer,
+    CommandReply,
+    HeldAdapterMsg,
+    LoadAdapterMsg,
+    UnloadAdapterMsg,
+)
 
 if TYPE_CHECKING:
     from dovetail.config.adapters import AdaptersSection
@@ -50,12 +58,13 @@ def most_in_host_memory(section: AdaptersSection, rank: int, size: int) -> int:
 @dataclass(slots=True, eq=False)
 class _Reading:
     """Hold an adapter that the ranks read. ``left`` is the number of ranks that have not finished. ``call_id`` is that of the
-    command to load the adapter, or empty if requests wait for it. If it is ``cancelled``, ranks that have not begun to read it do not,
-    and what the others read is dropped when all have finished."""
+    command to load the adapter, or empty if requests wait for it. With ``hold``, the adapter is not known once it is read. If it is
+    ``cancelled``, ranks that have not begun to read it do not, and what the others read is dropped when all have finished."""
 
     adapter: KnownAdapter
     left: int
     call_id: str = ""
+    hold: bool = False
     error: str = ""
     stamp: str = ""
     cancelled: bool = False
@@ -68,7 +77,9 @@ class AdapterLoader:
         """Raises ``ConfigError`` if an adapter in ``section.load`` cannot be used."""
         self._scheduler, self._executor = scheduler, executor
         self._table = scheduler.adapters
-        self._loads: deque[tuple[KnownAdapter, str]] = deque()  # to be read for the command with this ``call_id``
+        # to be read, with ``call_id`` and ``hold`` of the command
+        self._loads: deque[tuple[KnownAdapter, str, bool]] = deque()
+        self._held: dict[str, KnownAdapter] = {}  # by name: read, and not known yet
         self._reading: dict[int, _Reading] = {}
         self._host: OrderedDict[int, KnownAdapter] = OrderedDict()  # read by all ranks; the last was used last
         self._stamps: dict[int, str] = {}
@@ -97,19 +108,33 @@ class AdapterLoader:
         that is not ended."""
         match msg:
             case LoadAdapterMsg():
-                self._loads.append((self._table.new(msg.name, msg.directory), msg.call_id))
+                self._loads.append((self._table.new(msg.name, msg.directory), msg.call_id, msg.hold))
                 return []
+            case HeldAdapterMsg():
+                return [self._end_hold(msg)]
             case UnloadAdapterMsg():
                 return self._unload(msg.name, msg.call_id)
             case AbortLoadsMsg():
                 return [*self.abort(msg.message), CommandReply(msg.call_id, True)]
 
-    def _unload(self, name: str, call_id: str) -> list[CommandReply]:
-        ended = self._end_loads(f"the adapter {name!r:.80} was unloaded before it was read", name)
-        adapter = self._table.retire(name)
+    def _end_hold(self, msg: HeldAdapterMsg) -> CommandReply:
+        adapter = self._held.pop(msg.name, None)
+        if adapter is None:
+            return CommandReply(msg.call_id, False, f"the adapter {msg.name!r:.80} was unloaded before it was known")
+        self._retire(self._table.register(adapter) if msg.keep else adapter)
+        return CommandReply(msg.call_id, True)
+
+    def _retire(self, adapter: KnownAdapter | None) -> None:
+        """Free the memory of an adapter that no new request gets, once all its requests have ended."""
         if adapter is not None:
             self._retired.append(adapter)
-        elif not ended:
+
+    def _unload(self, name: str, call_id: str) -> list[CommandReply]:
+        held = name in self._held
+        ended = self._end_loads(f"the adapter {name!r:.80} was unloaded before it was read", name)
+        adapter = self._table.retire(name)
+        self._retire(adapter)
+        if not (adapter or ended or held):
             return [CommandReply(call_id, False, f"there is no adapter {name!r:.80}")]
         requests = 0 if adapter is None else adapter.requests
         return [*ended, CommandReply(call_id, True, f"{requests} requests go on with it")]
@@ -124,13 +149,14 @@ class AdapterLoader:
         return ended
 
     def _end_loads(self, message: str, name: str | None = None) -> list[CommandReply]:
-        """End the loads of ``name``, by default all, that have not finished. Return their answers."""
+        """End the loads of ``name``, by default all, that have not finished, and drop what they hold. Return their answers."""
+        self._retired += [self._held.pop(held) for held in [*self._held] if name in (None, held)]
         ended: list[str] = []
         for reading in self._reading.values():
             if reading.call_id and name in (None, reading.adapter.name):
                 ended.append(reading.call_id)
                 self._cancel(reading)
-        ended += [call_id for adapter, call_id in self._loads if name in (None, adapter.name)]
+        ended += [call_id for adapter, call_id, _ in self._loads if name in (None, adapter.name)]
         self._loads = deque(load for load in self._loads if name not in (None, load[0].name))
         return [CommandReply(call_id, False, message) for call_id in ended]
 
@@ -186,9 +212,9 @@ class AdapterLoader:
                 absent.append(adapter)
         return absent
 
-    def _read(self, adapter: KnownAdapter, call_id: str = "") -> None:
+    def _read(self, adapter: KnownAdapter, call_id: str = "", hold: bool = False) -> None:
         left = len(self._call("read", adapter.key, adapter.directory, self._stamps.get(adapter.key, "")))
-        self._reading[adapter.key] = _Reading(adapter, left, call_id)
+        self._reading[adapter.key] = _Reading(adapter, left, call_id, hold)
 
     def _collect(self) -> list[Answer]:
         """Return the answers about adapters that all ranks have read."""
@@ -220,9 +246,11 @@ class AdapterLoader:
             self._host[adapter.key] = adapter
             if not reading.call_id:
                 return []
-            previous = self._table.register(adapter)
-            if previous is not None:
-                self._retired.append(previous)
+            if reading.hold:
+                self._retire(self._held.pop(adapter.name, None))
+                self._held[adapter.name] = adapter
+            else:
+                self._retire(self._table.register(adapter))
             return [CommandReply(reading.call_id, True)]
         self._call("drop", adapter.key)
         self._table.totals.failures += 1

@@ -31,6 +31,7 @@ from dovetail.messages import (
     ExpertLoadMsg,
     FlushCacheMsg,
     GenerateMsg,
+    HeldAdapterMsg,
     LoadAdapterMsg,
     PauseMsg,
     RequestFailed,
@@ -108,7 +109,7 @@ class Loop:
                 self._outbox += self.scheduler.abort_all(text)
             case FlushCacheMsg(call_id=call_id):
                 self._outbox.append(self._flush(call_id))
-            case LoadAdapterMsg() | UnloadAdapterMsg() | AbortLoadsMsg():
+            case LoadAdapterMsg() | HeldAdapterMsg() | UnloadAdapterMsg() | AbortLoadsMsg():
                 self._handle_adapter(msg)
             case PauseMsg() | ContinueMsg() | StartProfileMsg() | StopProfileMsg() | ExpertLoadMsg():
                 self._outbox.append(self._control.handle(msg))

@@ -29,6 +29,7 @@ from dovetail.messages import (
     EngineStats,
     FlushCacheMsg,
     GenerateMsg,
+    HeldAdapterMsg,
     LoadAdapterMsg,
     PingMsg,
     RequestFailed,
@@ -240,7 +241,7 @@ class EngineClient:
     async def command(self, msg: Command) -> CommandReply:
         """Send a command and return its reply. The ``call_id`` of ``msg`` is replaced. A command about an adapter is sent after all
         requests for it that have been accepted."""
-        if isinstance(msg, LoadAdapterMsg | UnloadAdapterMsg) and self.alive:
+        if isinstance(msg, LoadAdapterMsg | HeldAdapterMsg | UnloadAdapterMsg) and self.alive:
             self._sender.send_of_adapter(msg.name)
         call_id = self._call_id()
         return await self._call(call_id, msgspec.structs.replace(msg, call_id=call_id))

@@ -22,6 +22,7 @@ from dovetail.messages import (
     EngineStats,
     FlushCacheMsg,
     GenerateMsg,
+    HeldAdapterMsg,
     LoadAdapterMsg,
     TokenOutput,
     UnloadAdapterMsg,
@@ -257,8 +258,8 @@ class ArmsClient:
         return dict(zip(names, replies, strict=True))
 
     async def _load_adapter(self, msg: LoadAdapterMsg) -> dict[str, CommandReply]:
-        """Load an adapter in all arms that are not being stopped. If one refuses it or ends, the others unload it: the server does not
-        serve it then. An adapter that it would have replaced is known to an arm again from the next request for it."""
+        """Load an adapter in all arms that are not being stopped. It becomes known in each once all have read it, and in none if one
+        refuses it or ends."""
         self._num_loads += 1
         try:
             return await self._load_in_all(msg)
@@ -267,20 +268,24 @@ class ArmsClient:
 
     async def _load_in_all(self, msg: LoadAdapterMsg) -> dict[str, CommandReply]:
         names = [name for name, arm in self.arms.items() if arm.client.alive and not arm.stopping]
+        hold, keep = msgspec.structs.replace(msg, hold=True), HeldAdapterMsg("", msg.name, keep=True)
+        replies: dict[str, CommandReply] = {}
+        for step, undo in ((hold, msgspec.structs.replace(keep, keep=False)), (keep, UnloadAdapterMsg("", msg.name))):
+            replies, errors = await self._try(names, step)
+            if errors or not all(reply.ok for reply in replies.values()):
+                await self._try(names, undo)
+                if errors:
+                    raise errors[0]
+                break
+        return replies
+
+    async def _try(self, names: Sequence[str], msg: Command) -> tuple[dict[str, CommandReply], list[BaseException]]:
+        """Send a command to arms. Return the replies and errors of those that are not being stopped."""
         sent = (self.arms[name].client.command(msg) for name in names)
         results = dict(zip(names, await asyncio.gather(*sent, return_exceptions=True), strict=True))
-        loaded = [name for name, result in results.items() if isinstance(result, CommandReply) and result.ok]
         counted = {name: result for name, result in results.items() if not self.arms[name].stopping}
-        if not counted.keys() <= {*loaded}:
-            for name in loaded:
-                with suppress(EngineDeadError):
-                    await self.arms[name].client.command(UnloadAdapterMsg("", msg.name))
-        replies: dict[str, CommandReply] = {}
-        for name, result in counted.items():
-            if isinstance(result, BaseException):
-                raise result
-            replies[name] = result
-        return replies
+        replies = {name: result for name, result in counted.items() if isinstance(result, CommandReply)}
+        return replies, [result for result in counted.values() if isinstance(result, BaseException)]
 
     async def flush_cache(self) -> CommandReply:
         """Flush the cache of every running arm. The reply is a refusal if at least one arm refuses."""
