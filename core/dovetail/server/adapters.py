@@ -48,7 +48,6 @@ class ServedAdapters:
         self._open: set[_OpenLoad] = set()
         # by name; each exists while a load holds or awaits it
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._draining = False
 
     @property
     def num_loading(self) -> int:
@@ -70,7 +69,8 @@ class ServedAdapters:
 
     async def load(self, name: str, directory: str, *, replace: bool) -> None:
         """Load an adapter; requests go on meanwhile. With ``replace``, it may take the place of one of its name, whose requests
-        go on. Raises ``RequestError`` if it is refused or ended by ``unload``, and ``DrainingError`` after ``end_loads``."""
+        go on. Raises ``RequestError`` if it is refused or ended by ``unload``, and ``DrainingError`` if it is ended by
+        ``end_loads``."""
         if not ADAPTER_NAME.fullmatch(name) or self._config.model.is_served(name):
             raise RequestError(
                 f"lora_name is {name!r:.200}; allowed: up to 256 characters without @ and control characters, and no name of the "
@@ -79,8 +79,6 @@ class ServedAdapters:
             )
         if not self._config.adapters.enabled:
             raise RequestError("adapters are off; start the server with adapters.enabled: true (--enable-lora)")
-        if self._draining:
-            raise DrainingError("the server is shutting down and loads no more adapters")
         load = _OpenLoad(name)
         self._open.add(load)
         try:
@@ -121,8 +119,7 @@ class ServedAdapters:
         logger.info("adapter %r was unloaded", name)
 
     async def end_loads(self) -> None:
-        """End all loads that have not been answered, and refuse new ones, because the server is shutting down."""
-        self._draining = True
+        """End all loads that have not been answered, because the server is shutting down. ``Service.check_ready`` refuses new ones."""
         for load in self._open:
             text = f"the adapter {load.name!r:.200} was not loaded: the server is shutting down"
             load.error = load.error or DrainingError(text)
