@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dovetail.config import Config
 from dovetail.engine.adapters import EngineAdapters
+from dovetail.engine.read_thread import Note
 from dovetail.server.engine_process import Endpoints, run_engine
 
 GATE, WAS_READ = "gate", "was_read"
@@ -20,15 +21,15 @@ def add_gate(directory: Path) -> Path:
     return directory / GATE
 
 
-def gated(read: Callable[[EngineAdapters, str], object]) -> Callable[[EngineAdapters, str], object]:
+def gated(read: Callable[..., object]) -> Callable[..., object]:
     """Return a ``read`` of ``EngineAdapters`` that waits for the FIFO, and adds a character to the file ``was_read`` in the directory."""
 
-    def read_later(adapters: EngineAdapters, directory: str) -> object:
+    def read_later(adapters: EngineAdapters, directory: str, *note: Note) -> object:
         if (Path(directory) / GATE).exists():
             (Path(directory) / GATE).read_bytes()
         with (Path(directory) / WAS_READ).open("a") as file:
             file.write("x")
-        return read(adapters, directory)
+        return read(adapters, directory, *note)
 
     return read_later
 

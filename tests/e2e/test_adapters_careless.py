@@ -64,8 +64,8 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch
     write_adapter(tmp_path, SHAPES, seed=1)
     read_header = adapter_files.read_adapter
 
-    def changed(directory):
-        adapter = read_header(directory)
+    def changed(directory, note):
+        adapter = read_header(directory, note)
         if change == "shorter":
             os.truncate(tmp_path / TENSORS, 1000)
         else:

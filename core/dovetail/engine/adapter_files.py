@@ -13,6 +13,7 @@ import torch
 from dovetail.engine.adapter_places import NAMES, AdaptedModules, Place, RegionShape
 from dovetail.engine.adapter_stacks import ExpertStack, Side, expert_matrices, sides_of
 from dovetail.engine.peft import FLOATS, PeftAdapter, read_adapter
+from dovetail.engine.read_thread import Note
 from dovetail.engine.shards import StoredTensor, cut
 from dovetail.errors import WeightsError
 from dovetail.interfaces.model import TensorShare
@@ -96,7 +97,7 @@ class AdapterRegions:
 
 
 PIECE_BYTES = 4 << 20
-"""The size of the pieces in which an adapter is pinned. No thread can launch kernels while the driver pins memory, which takes
+"""The size of the pieces in which an adapter is read and pinned. No thread can launch kernels while the driver pins memory, which takes
 tens of milliseconds for a whole adapter of an 8B model."""
 
 
@@ -130,8 +131,7 @@ class _Placed(NamedTuple):
 
 
 class AdapterReader:
-    """Read adapters for the ``modules`` of a model, of rank up to ``max_rank``. May be used on another thread. Once ``stopped`` is set,
-    a read ends with ``WeightsError`` before its next matrices."""
+    """Read adapters for the ``modules`` of a model, of rank up to ``max_rank``. May be used on another thread."""
 
     def __init__(
         self,
@@ -145,7 +145,6 @@ class AdapterReader:
     ) -> None:
         self._modules, self._regions, self._kinds, self._max_rank = modules, regions, kinds, max_rank
         self._body, self._device, self._dtype = body, device, dtype
-        self.stopped = False
 
     @property
     def modules(self) -> list[str]:
@@ -158,19 +157,18 @@ class AdapterReader:
         self._fit(adapter, directory)
         return adapter.rank
 
-    def read(self, directory: str) -> AdapterImage:
+    def read(self, directory: str, note: Note) -> AdapterImage:
         """See ``EngineAdapters.read``."""
-        adapter = read_adapter(Path(directory))
+        adapter = read_adapter(Path(directory), note)
         placed = self._fit(adapter, directory)
         elements = torch.zeros(self._regions.size, dtype=self._dtype)
         ranks = np.zeros(self._regions.num_ranks, np.int32)
         try:
             with adapter.file.open("rb") as opened:
                 for module, tensor in adapter.copies.items():
-                    self._compare(opened, own_name(self._modules, self._body, module), tensor)
+                    self._compare(opened, own_name(self._modules, self._body, module), tensor, note)
                 for one in placed:
-                    self._raise_if_stopped()
-                    a, b = (_read_tensor(opened, tensor).float() for tensor in (one.a, one.b))
+                    a, b = (_read_tensor(opened, tensor, note).float() for tensor in (one.a, one.b))
                     a, b = a.to(self._dtype), (b * one.scale).to(self._dtype)
                     _check_finite(one, a, b)
                     for place, matrices in one.matrices(a, b):
@@ -178,10 +176,6 @@ class AdapterReader:
         except OSError as error:
             raise WeightsError(f"{adapter.file} cannot be read: {error}") from error
         return AdapterImage(_pinned(elements) if self._device.type == "cuda" else (elements,), ranks)
-
-    def _raise_if_stopped(self) -> None:
-        if self.stopped:
-            raise WeightsError("the adapter was not read, because the engine was closed")
 
     def _fit(self, adapter: PeftAdapter, directory: str) -> list[_Placed]:
         """Return the places of all matrices. Raises ``WeightsError`` if one of them has none, or has another shape."""
@@ -257,7 +251,7 @@ class AdapterReader:
                 "that change the vocabulary are not implemented"
             )
 
-    def _compare(self, opened: BinaryIO, module: str, tensor: StoredTensor) -> None:
+    def _compare(self, opened: BinaryIO, module: str, tensor: StoredTensor, note: Note) -> None:
         """Compare a base weight that PEFT has saved beside the matrices of an embedding or a head with that of the model. Raises
         ``WeightsError`` if they differ."""
         place = next(iter(self._modules.places[module]))
@@ -270,11 +264,10 @@ class AdapterReader:
             )
         start = 0 if share is None else share.start
         for at in range(0, len(weight), _COPY_ROWS):
-            self._raise_if_stopped()
             count = min(_COPY_ROWS, len(weight) - at)
             rows = cut(tensor, (TensorShare(0, start + at, count, tensor.shape[0]),))
             own = _to_host(weight[at : at + count]).float()
-            if not torch.allclose(_read_tensor(opened, rows).to(weight.dtype).float(), own, rtol=1e-2, atol=1e-4):
+            if not torch.allclose(_read_tensor(opened, rows, note).to(weight.dtype).float(), own, rtol=1e-2, atol=1e-4):
                 raise WeightsError(
                     f"{tensor.file}: tensor {tensor.name:.200} differs from the weight of the model; adapters that bring base weights "
                     "of their own are not implemented"
@@ -341,14 +334,17 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _read_tensor(opened: BinaryIO, stored: StoredTensor) -> torch.Tensor:
+def _read_tensor(opened: BinaryIO, stored: StoredTensor, note: Note) -> torch.Tensor:
     """Read a tensor. The file is not mapped to memory: the process would end if it became shorter meanwhile."""
     data = bytearray(stored.nbytes)
     opened.seek(stored.offset)
-    if opened.readinto(data) != stored.nbytes:  # pyright: ignore[reportAttributeAccessIssue]
-        raise WeightsError(
-            f"{stored.file} ends before the end of tensor {stored.name:.200}; it changed while it was read"
-        )
+    for start in range(0, stored.nbytes, PIECE_BYTES):
+        note(stored.file)
+        piece = memoryview(data)[start : start + PIECE_BYTES]
+        if opened.readinto(piece) != len(piece):  # pyright: ignore[reportAttributeAccessIssue]
+            raise WeightsError(
+                f"{stored.file} ends before the end of tensor {stored.name:.200}; it changed while it was read"
+            )
     assert isinstance(stored.dtype, torch.dtype)
     return torch.frombuffer(data, dtype=stored.dtype).view(stored.shape)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dovetail.engine.peft import CONFIG, TENSORS
-from dovetail.engine.read_thread import ReadThread
+from dovetail.engine.read_thread import Note, Read, ReadThread, note_nothing
 from dovetail.errors import WeightsError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class AdapterImages:
     def __init__(self, adapters: EngineAdapters) -> None:
         self._adapters = adapters
         self._images: dict[int, AdapterImage] = {}
-        self._reading: dict[int, Future[tuple[AdapterImage, str]]] = {}
+        self._reading: dict[int, Read[tuple[AdapterImage, str]]] = {}
         self._thread: ReadThread[tuple[AdapterImage, str]] = ReadThread("adapters")
 
     def run(self, command: str, *args: Any) -> Any:
@@ -67,7 +67,6 @@ class AdapterImages:
     def close(self) -> None:
         """End the thread and its read. One that does not return ends with the process; the others must have ended before, because
         Torch aborts a process that ends while a thread computes."""
-        self._adapters.stop_reads()
         self._thread.close()
 
     def _check(self, directory: str) -> list[str]:
@@ -77,16 +76,18 @@ class AdapterImages:
         except WeightsError as error:
             return ["", str(error)]
 
-    def _read(self, directory: str, expected: str) -> tuple[AdapterImage, str]:
-        stamp = stamp_of(directory)
+    def _read(self, note: Note, directory: str, expected: str) -> tuple[AdapterImage, str]:
+        stamp = stamp_of(directory, note)
         if expected and stamp != expected:
             raise WeightsError(f"the files in {directory} have changed since the adapter was loaded; load it again")
-        image = self._adapters.read(directory)
-        if stamp_of(directory) != stamp:
+        image = self._adapters.read(directory, note)
+        if stamp_of(directory, note) != stamp:
             raise WeightsError(f"the files in {directory} changed while they were read; load it again")
         return image, stamp
 
     def _poll(self) -> list[list[Any]]:
+        for read in self._reading.values():
+            self._thread.end_if_hung(read)
         ended = [(key, future) for key, future in self._reading.items() if future.done()]
         found: list[list[Any]] = []
         for key, future in ended:
@@ -104,10 +105,13 @@ class AdapterImages:
         return found
 
 
-def stamp_of(directory: str) -> str:
+def stamp_of(directory: str, note: Note = note_nothing) -> str:
     """Return a text that changes when the files of an adapter do. Raises ``WeightsError`` if one is missing."""
+    stats: list[os.stat_result] = []
     try:
-        stats = [(Path(directory) / name).stat() for name in (CONFIG, TENSORS)]
+        for file in (Path(directory) / CONFIG, Path(directory) / TENSORS):
+            note(file)
+            stats.append(file.stat())
     except (OSError, ValueError) as error:
         raise WeightsError(f"{directory} is no adapter saved by PEFT ({CONFIG}, {TENSORS}): {error}") from None
     return " ".join(f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}" for stat in stats)

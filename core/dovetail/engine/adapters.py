@@ -20,6 +20,7 @@ from dovetail.engine.build import as_module
 from dovetail.engine.captured_slots import CapturedSlots
 from dovetail.engine.own_rows import kept
 from dovetail.engine.peft import read_adapter
+from dovetail.engine.read_thread import Note, note_nothing
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.interfaces.model import ModelArchitecture
 from dovetail.layers.adapters import (
@@ -168,13 +169,9 @@ class EngineAdapters:
         """Read the headers of an adapter, and return its rank. Raises ``WeightsError`` if it does not fit the model."""
         return self._reader.check(directory)
 
-    def read(self, directory: str) -> AdapterImage:
-        """Read an adapter. Raises ``WeightsError``, also if ``stop_reads`` is called meanwhile."""
-        return self._reader.read(directory)
-
-    def stop_reads(self) -> None:
-        """End the read on another thread before its next matrices, and refuse later reads."""
-        self._reader.stopped = True
+    def read(self, directory: str, note: Note = note_nothing) -> AdapterImage:
+        """Read an adapter. Raises ``WeightsError``, and what ``note`` raises."""
+        return self._reader.read(directory, note)
 
     def install(self, image: AdapterImage, slot: int) -> None:
         """Copy an adapter to ``slot`` (from 1 on). Does not wait for the device."""

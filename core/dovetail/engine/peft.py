@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from dovetail.config.checkpoint import read_json
+from dovetail.engine.read_thread import Note, note_nothing
 from dovetail.engine.shards import StoredTensor, stored_tensors
 from dovetail.errors import ConfigError, WeightsError
 from dovetail.stop_regex import StopRegexError, StopRegexes
@@ -184,11 +185,13 @@ class PeftAdapter(NamedTuple):
         return first.a.file
 
 
-def read_adapter(directory: Path) -> PeftAdapter:
+def read_adapter(directory: Path, note: Note = note_nothing) -> PeftAdapter:
     """Read the config of an adapter and the header of its tensors. Raises ``WeightsError`` that names the file and the
     field or tensor that is wrong or not implemented."""
+    note(directory / CONFIG)
     config = read_config(directory)
     file = directory / TENSORS
+    note(file)
     if not file.is_file():
         pickled = (directory / "adapter_model.bin").is_file()
         raise WeightsError(

@@ -21,6 +21,9 @@ CHUNK_BYTES = 16 << 20
 """The number of bytes that are read from a file and sent to the device at a time. A reader holds two buffers of this
 size."""
 
+MOST_HEADER_BYTES = 100_000_000
+"""The largest size of a header that the safetensors library accepts."""
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -85,11 +88,13 @@ def cut(tensor: StoredTensor, shares: Sequence[TensorShare]) -> StoredTensor:
 def stored_tensors(file: Path) -> list[StoredTensor]:
     """Return the tensors of a file, in the order of their bytes. Raises ``WeightsError`` for a damaged file."""
     try:
-        with safe_open(file, framework="pt"):  # checks that the header and the bytes agree
-            pass
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size))
+            text = opened.read(min(size, MOST_HEADER_BYTES))
+            # checks that the header and the bytes agree. It holds the GIL: a file that does not respond must be waited for before
+            with safe_open(file, framework="pt"):
+                pass
+        header = json.loads(text)
     except (SafetensorError, OSError) as error:
         raise WeightsError(
             f"{file} is not a valid safetensors file ({error}{_where_it_ends(file)}); download or convert it again"
