@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from dovetail.config.server import LimitsSection
 from dovetail.server import connections
 from dovetail.server.connections import Connection, ConnectionGuard, ConnectionState
+from dovetail.server.memory import pause_collections
 
 DEFERRED = """
 import gc
@@ -43,6 +45,35 @@ assert len(oldest) == 1, "nothing was allocated since"
 def test_a_request_of_many_inputs_causes_no_collection_of_all_objects():
     done = subprocess.run([sys.executable, "-c", DEFERRED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_collected_while_an_engine_process_imports():
+    program = (
+        "import gc, os, sys\n"
+        "from dovetail.registry.setup import setup\n"
+        "from dovetail.server.engine_process import open_loop\n"
+        "config = setup([], env=os.environ, arguments={'model': {'path': 'tiny'}, 'device': 'cpu'})[0]\n"
+        "found = []\n"
+        "gc.callbacks.append(lambda phase, info: phase == 'start' and found.append('dovetail.engine.engine' in sys.modules))\n"
+        "with open_loop(config):\n"
+        "    assert found and all(found), found\n"
+        "    assert gc.isenabled()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_collections_that_are_disabled_stay_so():
+    gc.disable()
+    try:
+        with pause_collections():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="broken"), pause_collections():
+        raise ValueError("broken")
+    assert gc.isenabled()
 
 
 class Open(Connection):

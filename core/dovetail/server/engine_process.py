@@ -35,6 +35,7 @@ from dovetail.messages import (
     decode_to_engine,
     encode,
 )
+from dovetail.server.memory import pause_collections
 from dovetail.tokenizer import load_tokenizer
 from dovetail.waiting_threads import limit_spinning
 
@@ -83,18 +84,20 @@ def run_engine(config: Config, endpoints: Endpoints) -> None:
 @contextmanager
 def open_loop(config: Config) -> Iterator[EngineLoop]:
     """Load the plugins, resolve the components and build the loop. This imports torch. Raises ``DovetailError``."""
-    from dovetail.loop import Loop
-    from dovetail.ops.compiled_files import remove_cut_kernels
-    from dovetail.registry.candidates import call_hook
-    from dovetail.registry.loader import load_plugins
-    from dovetail.registry.machine import Machine
-    from dovetail.registry.resolver import resolve
+    with pause_collections():
+        from dovetail.loop import Loop
+        from dovetail.ops.compiled_files import remove_cut_kernels
+        from dovetail.registry.candidates import call_hook
+        from dovetail.registry.loader import load_plugins
+        from dovetail.registry.machine import Machine
+        from dovetail.registry.resolver import resolve
 
-    machine = Machine.detect(config.device)
-    if machine.device_type == "cuda":
-        remove_cut_kernels()
-    resolved = resolve(config, load_plugins(config.plugins), machine)
-    loop = Loop(resolved, load_tokenizer(config))
+        machine = Machine.detect(config.device)
+        if machine.device_type == "cuda":
+            remove_cut_kernels()
+        resolved = resolve(config, load_plugins(config.plugins), machine)
+        tokenizer = load_tokenizer(config)
+    loop = Loop(resolved, tokenizer)
     try:
         call_hook(resolved.hooks, "on_engine_start", info=loop.info)
         yield loop
