@@ -61,6 +61,32 @@ def test_the_check_itself_sees_torch():
     assert "torch" in heavy_modules_after("import torch")
 
 
+UNUSED = (
+    "dovetail.engine.adapters",
+    "dovetail.engine.draft_graphs",
+    "dovetail.engine.gguf_weights",
+    "dovetail.engine.peft",
+    "dovetail.gguf.mapping",
+    "dovetail.layers.adapters",
+    "dovetail.ops.collectives",
+    "dovetail.ops.experts",
+    "dovetail.ops.mixers",
+    "dovetail.ops.peer",
+    "yaml",
+)
+"""What neither a plain model on a CPU nor its defaults use."""
+
+
+def test_an_engine_does_not_import_what_its_config_does_not_use():
+    program = (
+        f"import dovetail, sys; dovetail.LLM('tiny', device='cpu'); print([m for m in {UNUSED!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout.strip().splitlines()[-1]) == []
+    for name in UNUSED:
+        importlib.import_module(name)
+
+
 def test_plugins_list_has_every_installed_plugin_loaded():
     code = "from dovetail.cli import main; main(['plugins', 'list', '--json'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,17 +8,15 @@ Nothing is validated here: ``Raw`` holds what was written, with the origin of ev
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dovetail.config.kinds import BUILT_IN, Sections
 from dovetail.config.longform import combine, long_form
+from dovetail.config.unique_keys import refuse_repeated
 from dovetail.errors import ConfigError
 
 PREFIX = "DOVETAIL_"
@@ -89,7 +87,7 @@ def read(
 
 def read_file(file: Path, what: str = "config file") -> SettingsSource:
     """Read a YAML, TOML or JSON file, depending on its suffix. ``what`` names it in errors. Raises ``ConfigError``."""
-    parsers = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": tomllib.loads, ".json": _json}
+    parsers = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": _toml, ".json": _json}
     parse = parsers.get(file.suffix.lower())
     if parse is None:
         raise ConfigError(f"{what} {file} has suffix {file.suffix!r}; allowed: {', '.join(parsers)}")
@@ -97,7 +95,7 @@ def read_file(file: Path, what: str = "config file") -> SettingsSource:
         tree = parse(file.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} {file} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{what} {file} cannot be parsed: {error}") from error
     return SettingsSource(str(file), _mapping(tree, f"{what} {file}"))
 
@@ -124,25 +122,24 @@ def read_set(text: str) -> SettingsSource:
 def _assign(path: Sequence[str], text: str, origin: str) -> SettingsSource:
     try:
         value: Any = parse_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{origin}: {text!r} is not valid YAML: {error}") from error
     for key in reversed(path):
         value = {key: value}
     return SettingsSource(origin, value)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Load YAML and refuse a key that is given twice, where PyYAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-        _refuse_repeated(keys, f"line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
 def parse_yaml(text: str) -> Any:
-    """Parse YAML without repeated keys. Raises ``yaml.YAMLError`` or ``ValueError``."""
-    return yaml.load(text, _UniqueKeys)
+    """Parse YAML without repeated keys. Raises ``ValueError``."""
+    from dovetail.config.yaml_text import load
+
+    return load(text)
+
+
+def _toml(text: str) -> Tree:
+    import tomllib
+
+    return tomllib.loads(text)
 
 
 def _json(text: str) -> Any:
@@ -150,16 +147,8 @@ def _json(text: str) -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> Tree:
-    _refuse_repeated([key for key, _ in pairs], "JSON object")
+    refuse_repeated([key for key, _ in pairs], "JSON object")
     return dict(pairs)
-
-
-def _refuse_repeated(keys: Iterable[object], where: str) -> None:
-    seen: list[object] = []
-    for key in keys:
-        if key in seen:
-            raise ValueError(f"{where}: key {key!r} is given twice; keep one")
-        seen.append(key)
 
 
 def _mapping(tree: Any, what: str) -> Tree:

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from dovetail.config.plugin import Section
@@ -192,7 +191,7 @@ def _from_env(name: str, env: Mapping[str, str]) -> SettingsSource:
         )
     try:
         tree = parse_yaml(env[name])
-    except (yaml.YAMLError, ValueError):
+    except ValueError:
         raise ConfigError(f"the {origin} is not valid YAML; allowed: the text of a key file") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"the {origin} holds no mapping; allowed: the text of a key file, with tenants and admins")

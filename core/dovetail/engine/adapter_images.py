@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dovetail.engine.peft import CONFIG, TENSORS
 from dovetail.engine.read_thread import Note, Read, ReadThread, note_nothing
 from dovetail.errors import WeightsError
 
@@ -107,6 +106,8 @@ class AdapterImages:
 
 def stamp_of(directory: str, note: Note = note_nothing) -> str:
     """Return a text that changes when the files of an adapter do. Raises ``WeightsError`` if one is missing."""
+    from dovetail.engine.peft import CONFIG, TENSORS
+
     stats: list[os.stat_result] = []
     try:
         for file in (Path(directory) / CONFIG, Path(directory) / TENSORS):

@@ -294,13 +294,11 @@ def slots_for(model: ModelArchitecture, modules: AdaptedModules, resolved: Resol
 
 def build_adapters(
     model: ModelArchitecture, resolved: Resolved, device: torch.device, dtype: torch.dtype, mesh: Mesh
-) -> EngineAdapters | None:
+) -> EngineAdapters:
     """Allocate the slots of adapters, before the weights are loaded and the layers are prepared. ``model`` was built with ``mesh``.
-    Return None if the config does not enable adapters. Raises what ``slots_for`` does."""
+    Raises what ``slots_for`` does."""
     config = resolved.config
     section = config.adapters
-    if not section.enabled:
-        return None
     modules = adapted_modules(model)
     kinds, rank = slots_for(model, modules, resolved)
     rows = min(config.scheduler.rows, config.graphs.max_rows)

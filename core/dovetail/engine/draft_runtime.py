@@ -13,7 +13,6 @@ import torch
 from dovetail.config.checkpoint import read_json
 from dovetail.engine.build import ModelClass, as_module, build_model
 from dovetail.engine.captures import NO_UPDATES, capture_all
-from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
 from dovetail.engine.draft_layout import seen_by, wide_shape
 from dovetail.engine.draft_pages import DraftPages
 from dovetail.engine.grouped import Pools, backends_of, grouped_attention, grouped_pools, pools_of
@@ -38,6 +37,7 @@ from dovetail.registry.targets import load_attribute
 from dovetail.types import Batch
 
 if TYPE_CHECKING:
+    from dovetail.engine.draft_graphs import DraftGraphs
     from dovetail.engine.inputs import Array
     from dovetail.interfaces.mesh import Mesh
     from dovetail.interfaces.model import ModelArchitecture, ModelInfo
@@ -100,6 +100,8 @@ class EngineDraftCache(DraftCache):
         self._backends = prefill, decode
         section = resolved.config.graphs
         if section.decode is True and self._steps:
+            from dovetail.engine.draft_graphs import DraftGraphs, DraftLimits
+
             wide = Feature.ATTN_VERIFY_GRAPH in resolved.attention_decode.spec.offers
             limits = DraftLimits(min(rows, section.max_rows), section.max_rows, max_context, wide)
             self.graphs = DraftGraphs(self._steps, inputs, self._pool, self._backends[1], limits, self._mesh, pages)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from dovetail.config import config_hash
-from dovetail.engine.adapters import build_adapters
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import CaptureAgreement, capture_all
 from dovetail.engine.draft_pages import DraftPages
@@ -132,7 +131,11 @@ class Engine:
         self.expert_load = ExpertLoad(self.model, self.page_size, self.device) if counts else None
         self._mixer = build_mixer(resolved, self.device, self._dtype)
         self._note_prompts(resolved)
-        self.adapters = build_adapters(self.model, resolved, self.device, self._dtype, mesh)
+        self.adapters = None
+        if config.adapters.enabled:
+            from dovetail.engine.adapters import build_adapters
+
+            self.adapters = build_adapters(self.model, resolved, self.device, self._dtype, mesh)
         load_weights(
             self.model, resolved.model_dir, config.model.load_format, config.model.seed, shown=mesh.tp.rank == 0
         )

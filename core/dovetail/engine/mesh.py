@@ -13,8 +13,6 @@ from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from dovetail.errors import RankLostError
 from dovetail.interfaces.mesh import SINGLE, Collectives, Mesh
-from dovetail.ops.collectives import TorchCollectives, gloo_group, nccl_group
-from dovetail.ops.peer import peer_collectives
 
 if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelInfo
@@ -41,6 +39,8 @@ def connect(
     """
     if size == 1:
         return SINGLE
+    from dovetail.ops.collectives import TorchCollectives, gloo_group, nccl_group
+
     limit = timedelta(seconds=timeout)
     try:
         if isinstance(rendezvous, Path):
@@ -60,6 +60,8 @@ def connect(
     collectives: Collectives = TorchCollectives(rank, size, group, host)
     _warm_up(collectives, device)
     if device.type == "cuda":
+        from dovetail.ops.peer import peer_collectives
+
         collectives = peer_collectives(collectives, PrefixStore("peer", store), device, timeout)
     return Mesh(collectives, experts, attention)
 

@@ -20,7 +20,6 @@ from torch import nn
 
 from dovetail.config.checkpoint import read_json
 from dovetail.engine.build import WeightFiller, as_module, build_model, expanded_targets
-from dovetail.engine.gguf_weights import load_gguf
 from dovetail.engine.progress import Advance, bytes_progress, size_text
 from dovetail.engine.shards import ShardReader, StoredTensor, WeightFill, cut, stored_tensors
 from dovetail.engine.tied import untie_different
@@ -80,6 +79,8 @@ def load_weights(
         _fill_dummy(model, seed)
         prepare_layers(as_module(model))
     elif is_gguf_directory(directory):
+        from dovetail.engine.gguf_weights import load_gguf
+
         load_gguf(model, directory, progress, shown=shown)
     else:
         assert load_format == "safetensors", load_format

@@ -16,7 +16,6 @@ from dovetail.interfaces.experts import ExpertsProduct
 from dovetail.layers.base import Layer, deferrable_parameter, parameter
 from dovetail.layers.linear import Float32Linear, Linear
 from dovetail.layers.mlp import GatedMLP
-from dovetail.ops.experts import GroupedProduct
 from dovetail.ops.parts import Parts, RankAddend
 from dovetail.ops.routing import route
 
@@ -138,7 +137,12 @@ class Experts(Layer):
             ungated=shape.ungated,
         )
         weights, backend = self._weights, self.backend
-        self._product = GroupedProduct(weights, self._dtype) if backend is None else backend.product(weights)
+        if backend is None:
+            from dovetail.ops.experts import GroupedProduct
+
+            self._product = GroupedProduct(weights, self._dtype)
+        else:
+            self._product = backend.product(weights)
         if self.adapters is not None:
             self._product = self.adapters.around(self._product, weights)
         super().prepare()

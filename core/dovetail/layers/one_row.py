@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -14,13 +14,13 @@ from dovetail.layers.experts import Experts
 from dovetail.layers.linear import ColumnLinear, DenseProduct, Linear
 from dovetail.layers.mlp import GatedMLP
 from dovetail.layers.norm import RMSNorm
-from dovetail.ops.experts import GroupedProduct
 from dovetail.ops.parts import Summed
 
 if TYPE_CHECKING:
     from torch import nn
 
     from dovetail.layers.rotary import Rotation
+    from dovetail.ops.experts import GroupedProduct
     from dovetail.ops.parts import Addend
     from dovetail.types import Batch
 
@@ -53,9 +53,9 @@ class OneRow:
         stream = kernels.added_product(attended, attn.out.weight, stream)
         norm = _weight(self._mlp_norm)
         if isinstance(mlp, Experts):
-            assert isinstance(mlp.product, GroupedProduct)
+            product = cast("GroupedProduct", mlp.product)  # ``one_row`` has checked the class
             normed, logits = kernels.normed_logits(stream, norm, mlp.router.gate.weight)
-            return mlp.product.added(normed, mlp.router.choose(logits), stream)
+            return product.added(normed, mlp.router.choose(logits), stream)
         inner = kernels.normed_product(stream, norm, mlp.gate_up.weight, mlp.gate_up.activation)
         return kernels.added_product(inner, mlp.down.weight, stream)
 
@@ -88,6 +88,8 @@ def _plain(layer: Linear) -> bool:
 
 def _one_rank(mlp: Experts) -> bool:
     """Return whether one rank computes the experts, and nothing is added to them."""
+    from dovetail.ops.experts import GroupedProduct
+
     product, rule = mlp.product, mlp.shape.routing
     if mlp.shared is not None or mlp.mesh.tp.size > 1 or not _plain(mlp.router.gate):
         return False

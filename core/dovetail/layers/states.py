@@ -16,7 +16,6 @@ from dovetail.interfaces.mixer_shapes import StateShape
 from dovetail.interfaces.model import WeightTarget
 from dovetail.interfaces.state_rows import StateRows
 from dovetail.layers.base import Layer
-from dovetail.ops.mixers import TorchMixer
 
 if TYPE_CHECKING:
     from dovetail.layers.linear import ColumnLinear, Linear
@@ -46,6 +45,12 @@ Advance = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor, torch.Te
 names end in ``_advance``."""
 
 
+def _torch_mixer() -> MixerBackend:
+    from dovetail.ops.mixers import TorchMixer
+
+    return TorchMixer()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStates:
     """Hold the states of all requests and the rows of a step. It is the entry of ``Batch.attn`` of a cache group of states.
@@ -62,7 +67,7 @@ class StepStates:
     prompts: StateRows | None
     decodes: torch.Tensor
     drafts: StateRows | None = None
-    backend: MixerBackend = field(default_factory=TorchMixer)
+    backend: MixerBackend = field(default_factory=_torch_mixer)
     kept: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = field(default_factory=list)
 
     @property
