@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from dovetail.ops.activation import Activation
 from dovetail.ops.integers import PLANES
 from dovetail.ops.triton.integers import planes_with_groups
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
+from dovetail.ops.triton.sizes import cdiv
 from dovetail_quantization.coded_product import CodedProduct
 from dovetail_quantization.table_weights import TableWeight
 from dovetail_quantization.triton.integer_rows import IntegerTile
@@ -89,7 +89,7 @@ class TableProduct(CodedProduct):
         launch(
             one_row_kernel, tile.grid(n, x.device),
             x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, self._bytes, self._numbers, bias, y, n, k, k // tile.split, weight.block,
-            self._factor, triton.cdiv(n, tile.block_n),
+            self._factor, cdiv(n, tile.block_n),
             BFLOAT16=x.dtype is torch.bfloat16, GATED=gated, BIAS=bias is not None,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
         )  # fmt: skip
@@ -107,7 +107,7 @@ class TableProduct(CodedProduct):
         assert x.is_contiguous()
         (n, k), weight = self._shape, self._weight
         launch(
-            few_kernel, (triton.cdiv(n, tile.block_n), tile.split),
+            few_kernel, (cdiv(n, tile.block_n), tile.split),
             x, weight.codes.view(torch.int16), weight.scales, self._table, bias, y, self._space.parts, self._space.arrived,
             len(x), n, k, self._whole // 4, self._whole // tile.split, weight.block,
             TEXT=self._texts.get(x.dtype), GROUPS=self._groups, GATED=gated, BIAS=bias is not None, EVEN=k == self._whole,
@@ -120,7 +120,7 @@ class TableProduct(CodedProduct):
         codes, scales, k = self._weight.codes[rows], self._weight.scales[:, rows], self._shape[1]
         out = torch.empty(len(codes), k, dtype=dtype, device=codes.device)
         launch(
-            plain_kernel, (triton.cdiv(len(out), 64), self._whole // PLANES),
+            plain_kernel, (cdiv(len(out), 64), self._whole // PLANES),
             codes.view(torch.int16), scales, self._table, out, len(out), k, self._whole // 4, scales.stride(0), self._weight.block,
             TEXT=None if dtype is torch.float32 else self._texts.get(torch.float16), EVEN=k == self._whole, BLOCK_N=64,
         )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 BLOCK = 1024
 
@@ -104,7 +105,7 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     assert x.is_contiguous()
     count = x.numel()
     if count:
-        launch(_soft_cap, (triton.cdiv(count, BLOCK),), x, count, cap, BLOCK=BLOCK, num_warps=4)
+        launch(_soft_cap, (cdiv(count, BLOCK),), x, count, cap, BLOCK=BLOCK, num_warps=4)
     return x
 
 
@@ -113,8 +114,8 @@ def _gate(kernel: object, gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        block = min(BLOCK, triton.next_power_of_2(width))
-        launch(kernel, (tokens, triton.cdiv(width, block)), gate_up, out, width, BLOCK=block, num_warps=4)
+        block = min(BLOCK, next_power_of_2(width))
+        launch(kernel, (tokens, cdiv(width, block)), gate_up, out, width, BLOCK=block, num_warps=4)
     return out
 
 
@@ -126,7 +127,7 @@ def gate_rows(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.T
     assert weight.is_contiguous()
     out = torch.empty_like(y)
     if len(x):
-        block = min(4096, triton.next_power_of_2(x.shape[1]))
+        block = min(4096, next_power_of_2(x.shape[1]))
         launch(
             _gate_rows,
             (len(x),),
@@ -148,6 +149,6 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     assert x.stride(1) == gate.stride(1) == 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
-        grid = (len(x), triton.cdiv(x.shape[1], BLOCK))
+        grid = (len(x), cdiv(x.shape[1], BLOCK))
         launch(_sigmoid_mul, grid, x, gate, out, x.shape[1], x.stride(0), gate.stride(0), BLOCK=BLOCK)
     return out

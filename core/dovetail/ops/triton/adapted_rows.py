@@ -24,6 +24,7 @@ from dovetail.ops.triton.low_rank import ROW_BLOCK
 from dovetail.ops.triton.low_rank_few import RANK_BLOCK, expand, expand_gate, shrink
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
 from dovetail.ops.triton.one_adapter import one_adapter, one_adapter_tile
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import MAX_ROWS, ProductTile, tile_of
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class AdaptedRows:
             "SPLIT": tile.split, "IN_PARTS": in_parts, "RANK": low.shape[2], "ROW_BLOCK": ROW_BLOCK, "num_warps": tile.warps,
             "num_stages": tile.stages,
         }  # fmt: skip
-        grid = triton.cdiv(n, tile.block_n), tile.split
+        grid = cdiv(n, tile.block_n), tile.split
         if second_loop:
             own = {"STEP": SEVERAL_STEP, "DEPTH": SEVERAL_DEPTH, "AHEAD": SEVERAL_AHEAD}
             launch(_product_then_adapters, grid, *given, **constants, **own)

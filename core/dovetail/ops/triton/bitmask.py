@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv
 
 WORDS = 64  # words of the bitmask per program
 
@@ -36,4 +37,4 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tenso
     if len(rows):
         vocab = logits.shape[1]
         sizes = (logits, logits.stride(0), vocab, bitmask, bitmask.stride(0), rows)
-        launch(_bitmask_kernel, (triton.cdiv(vocab, WORDS * 32), len(rows)), *sizes, WORDS=WORDS)
+        launch(_bitmask_kernel, (cdiv(vocab, WORDS * 32), len(rows)), *sizes, WORDS=WORDS)

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.halves import are_pairs, half_pairs, half_queries
 from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.pages import layout
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS, MAX_LONG_SPLITS = 32, 128  # one program merges all parts of a head
@@ -304,8 +305,8 @@ def paged_decode(
     if splits > 1:
         parts = torch.empty(rows, heads, splits, v_size, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
-    block_heads = LEAST_TILE if v_size > LARGE else max(LEAST_TILE, triton.next_power_of_2(group))
-    head_blocks = triton.cdiv(group, block_heads)
+    block_heads = LEAST_TILE if v_size > LARGE else max(LEAST_TILE, next_power_of_2(group))
+    head_blocks = cdiv(group, block_heads)
     row_bytes, key_bytes = q.element_size() * max(size, v_size), keys.element_size() * size
     eight_bits = keys.element_size() == 1
     tile = tiling(row_bytes, key_bytes, rows * kv_heads, processors(q.device), long=long, eight_bits=eight_bits)
@@ -320,7 +321,7 @@ def paged_decode(
         SINKS=sinks is not None, SPLIT=splits > 1, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
-        block_splits = triton.next_power_of_2(splits)
+        block_splits = next_power_of_2(splits)
         launch(
             _combine, (rows, heads), parts, part_lse, out, lse, kv_lens, window or 0, splits, heads, rows,
             WINDOW=window is not None, UNIT=unit, VALUE_DIM=v_size, BLOCK_V=found["BLOCK_V"],

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.attention import ProjectedRows
 from dovetail.ops.triton.decode import LEAST_TILE, LOG2_E
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import next_power_of_2
 
 
 class ProjectedTile(NamedTuple):
@@ -227,6 +228,6 @@ def attend_rows(
     )  # fmt: skip
     launch(
         _merge_rows, (heads, size // tile.width, count), parts, part_lse, out, kv_lens, tile.splits,
-        SIZE=size, BLOCK_SPLITS=triton.next_power_of_2(tile.splits), UNIT=tile.unit, WIDTH=tile.width, num_warps=1,
+        SIZE=size, BLOCK_SPLITS=next_power_of_2(tile.splits), UNIT=tile.unit, WIDTH=tile.width, num_warps=1,
     )  # fmt: skip
     return out

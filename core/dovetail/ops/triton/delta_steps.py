@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail.ops.triton.ssd import ROWS, softplus
 
 if TYPE_CHECKING:
@@ -163,8 +164,8 @@ def step(
 
 def _columns(value_dim: int, limit: int) -> tuple[int, int]:
     """Return the value channels of a tile, and the tiles of a head."""
-    columns = min(limit, max(16, triton.next_power_of_2(value_dim)))
-    return columns, triton.cdiv(value_dim, columns)
+    columns = min(limit, max(16, next_power_of_2(value_dim)))
+    return columns, cdiv(value_dim, columns)
 
 
 def kernel_sizes(shape: DeltaShape) -> dict[str, int]:
@@ -173,5 +174,5 @@ def kernel_sizes(shape: DeltaShape) -> dict[str, int]:
         "GROUP": shape.value_heads // shape.key_heads,
         "KEY": shape.key_dim,
         "VALUE": shape.value_dim,
-        "BLOCK_K": max(16, triton.next_power_of_2(shape.key_dim)),
+        "BLOCK_K": max(16, next_power_of_2(shape.key_dim)),
     }

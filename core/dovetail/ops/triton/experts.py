@@ -28,6 +28,7 @@ from dovetail.ops.triton.expert_pairs import (
 from dovetail.ops.triton.expert_tiles import ExpertTile, ExpertTiles, tiles_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.routing import ExpertOrder, sort_by_expert
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -159,10 +160,10 @@ def add_up_pairs(
     """Return the sums of the ``results [tokens, top_k, hidden]`` of this rank's experts, plus ``shared`` if it is
     given."""
     tokens, top_k, hidden = results.shape
-    block = min(1024, triton.next_power_of_2(hidden))
+    block = min(1024, next_power_of_2(hidden))
     out = torch.empty(tokens, hidden, dtype=results.dtype, device=results.device)
     launch(
-        _add_up, (tokens, triton.cdiv(hidden, block)),
+        _add_up, (tokens, cdiv(hidden, block)),
         results, routing.ids, shared, out, hidden, weights.first, len(weights.down),
         TOP_K=top_k, SHARED=shared is not None, BLOCK=block,
     )  # fmt: skip
@@ -211,7 +212,7 @@ def launch_down(
     (tokens, top_k), (hidden, size) = routing.ids.shape, weights.down.shape[1:]
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else inner.dtype, device=inner.device)
-    programs = triton.cdiv(hidden, tile.block_n)
+    programs = cdiv(hidden, tile.block_n)
     launch(
         _down, (len(order.blocks) * programs,),
         inner, weights.down, weights.down_bias, results, routing.weights, *order[:3], programs, tokens, hidden, size,
@@ -234,7 +235,7 @@ def launch_gate_up(
     """Write the activations of pairs in ``order`` to ``inner [pairs, size]``. ``added [pairs, rows of an expert]`` is added to the
     products of gate and up."""
     hidden, size = x.shape[1], inner.shape[1]
-    programs, activation = triton.cdiv(size, tile.block_n), weights.activation
+    programs, activation = cdiv(size, tile.block_n), weights.activation
     launch(
         _gate_up, (len(order.blocks) * programs,),
         x, weights.gate_up, weights.gate_up_bias, added, inner, routing.weights, *order[:3], programs, hidden, size,

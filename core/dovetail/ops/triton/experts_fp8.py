@@ -30,6 +30,7 @@ from dovetail.ops.triton.expert_tiles import ExpertTiles
 from dovetail.ops.triton.fp8 import divided, rounded, scale_of
 from dovetail.ops.triton.fp8_tiles import tiles_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 _GROUP = 128
 """The number of columns that share a scale of the input of ``down`` if the scales of weights are by row."""
@@ -250,13 +251,13 @@ def quantize_rows(x: torch.Tensor, group: int | None, bound: float) -> tuple[tor
     """Return contiguous ``x [tokens, width]`` as codes, and the scales float32 ``[tokens, groups]`` of each ``group``
     columns, or of the whole row. Magnitudes above ``bound`` count as it. Mutates nothing."""
     tokens, width = x.shape
-    groups = 1 if group is None else triton.cdiv(width, group)
+    groups = 1 if group is None else cdiv(width, group)
     codes = torch.empty(x.shape, dtype=_CODES, device=x.device)
     scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
-    size = triton.next_power_of_2(width) if group is None else group
-    several = min(triton.next_power_of_2(groups), max(1, 4096 // size))
+    size = next_power_of_2(width) if group is None else group
+    several = min(next_power_of_2(groups), max(1, 4096 // size))
     launch(
-        _quantize_rows, (tokens, triton.cdiv(groups, several)), x, codes, scales, width, groups, bound,
+        _quantize_rows, (tokens, cdiv(groups, several)), x, codes, scales, width, groups, bound,
         GROUPS=several, GROUP=size, ARITHMETIC=INTERPRETED, num_warps=8 if several * size > 2048 else 4,
     )  # fmt: skip
     return codes, scales
@@ -280,7 +281,7 @@ def pair_results(
         given, inner_scale = quantize_rows(inner, group, bound)
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else x.dtype, device=x.device)
-    programs = triton.cdiv(hidden, tiles.down.block_n)
+    programs = cdiv(hidden, tiles.down.block_n)
     launch(
         _down, (blocks * programs,),
         given, inner_scale, weights.down, weights.down_scale, weights.down_bias, results, routing.weights, *order,
@@ -313,8 +314,8 @@ def _gates(
     coded = tile.block_n == group and not one and added is None
     codes, scales = (x, None) if one else quantize_rows(x, group if by_block else None, bound)
     inner = torch.empty(pairs, size, dtype=_CODES if coded else x.dtype, device=x.device)
-    inner_scale = torch.empty(pairs, triton.cdiv(size, group), dtype=torch.float32, device=x.device) if coded else None
-    programs = triton.cdiv(size, tile.block_n)
+    inner_scale = torch.empty(pairs, cdiv(size, group), dtype=torch.float32, device=x.device) if coded else None
+    programs = cdiv(size, tile.block_n)
     launch(
         _gate_up, (blocks * programs,),
         codes, scales, weights.gate_up, weights.gate_up_scale, added, weights.gate_up_bias, inner, inner_scale,

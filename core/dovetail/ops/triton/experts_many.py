@@ -23,6 +23,7 @@ from dovetail.ops.triton.expert_pairs import activate, pairs_of_block, scaled_an
 from dovetail.ops.triton.expert_tiles import ExpertTile
 from dovetail.ops.triton.launch import launch, processors
 from dovetail.ops.triton.routing import ExpertOrder
+from dovetail.ops.triton.sizes import cdiv
 
 
 @triton.jit(do_not_specialize=["tiles", "span"])
@@ -116,7 +117,7 @@ def launch_gate_up(
 ) -> None:
     """Compute ``experts.launch_gate_up``."""
     hidden, size, activation = x.shape[1], inner.shape[1], weights.activation
-    columns = triton.cdiv(size, tile.block_n)
+    columns = cdiv(size, tile.block_n)
     grid = _grid(x.device, tile, len(order.blocks) * columns)
     slices = weights.gate_up.view(-1, size, hidden)
     launch(
@@ -144,7 +145,7 @@ def launch_down(
     (tokens, top_k), size, hidden = routing.ids.shape, inner.shape[1], weights.down.shape[1]
     shape = (top_k, tokens, hidden) if in_parts else (tokens, top_k, hidden)
     results = torch.empty(shape, dtype=torch.float32 if in_parts else inner.dtype, device=inner.device)
-    columns = triton.cdiv(hidden, tile.block_n)
+    columns = cdiv(hidden, tile.block_n)
     grid = _grid(inner.device, tile, len(order.blocks) * columns)
     launch(
         _down, (grid,),

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.interfaces.expert_shapes import ExpertWeights, Routing
 from dovetail.ops.triton.expert_pairs import activate, square_of_positive
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -184,11 +185,11 @@ def _inner(x: torch.Tensor, routing: Routing, weights: ExpertWeights) -> torch.T
     inner = torch.empty(top_k, size, dtype=x.dtype, device=x.device)
     whole = hidden == _WHOLE
     launch(
-        _gate_up_one, (triton.cdiv(size, _GATE_N), top_k),
+        _gate_up_one, (cdiv(size, _GATE_N), top_k),
         x, weights.gate_up, weights.gate_up_bias, inner, *routing, weights.first, count, hidden, size,
         activation.alpha, activation.limit or 0.0, activation.offset,
         SCALED=weights.scaled_input, BIAS=weights.gate_up_bias is not None, LIMITED=activation.limit is not None,
-        UNGATED=weights.ungated, BLOCK_N=_GATE_N, BLOCK_K=hidden if whole else min(_GATE_K, triton.next_power_of_2(hidden)),
+        UNGATED=weights.ungated, BLOCK_N=_GATE_N, BLOCK_K=hidden if whole else min(_GATE_K, next_power_of_2(hidden)),
         WHOLE=whole, num_warps=_WHOLE_WARPS if whole else _GATE_WARPS,
     )  # fmt: skip
     return inner
@@ -222,19 +223,19 @@ def one_token(
     top_k, inner = routing.ids.shape[1], _inner(x, routing, weights)
     out = torch.empty(top_k, 1, hidden, dtype=torch.float32, device=x.device) if in_parts else torch.empty_like(x)
     if in_parts and size <= _MOST_EARLY:
-        columns = triton.next_power_of_2(size)
+        columns = next_power_of_2(size)
         launch(
-            _down_early, (triton.cdiv(hidden, _DOWN_N), top_k),
+            _down_early, (cdiv(hidden, _DOWN_N), top_k),
             inner, weights.down, weights.down_bias, out, *routing, weights.first, count, hidden, size,
             SCALED=weights.scaled_input, BIAS=weights.down_bias is not None, BLOCK_N=_DOWN_N,
             BLOCK_K=columns, num_warps=max(2, columns // 512),
         )  # fmt: skip
         return out
     launch(
-        _down_one, (triton.cdiv(hidden, _DOWN_N), top_k if in_parts else 1),
+        _down_one, (cdiv(hidden, _DOWN_N), top_k if in_parts else 1),
         inner, weights.down, weights.down_bias, shared, out, *routing, weights.first, count, hidden, size,
         PLACES=1 if in_parts else top_k, SCALED=weights.scaled_input, BIAS=weights.down_bias is not None,
-        SHARED=shared is not None, BLOCK_N=_DOWN_N, BLOCK_K=min(1024, triton.next_power_of_2(size)),
+        SHARED=shared is not None, BLOCK_N=_DOWN_N, BLOCK_K=min(1024, next_power_of_2(size)),
         num_warps=2,
     )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton import delta_chunks, delta_steps, kda_chunks
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail.ops.triton.ssd import ADVANCED, STATE_DTYPES, saved_slots, softplus
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _by_head(
     )  # fmt: skip
     narrow = _block(value_dim, tiles.pass_columns)
     launch(
-        delta_chunks.pass_states, (triton.cdiv(value_dim, narrow), heads, len(rows.lens)),
+        delta_chunks.pass_states, (cdiv(value_dim, narrow), heads, len(rows.lens)),
         qkv, fades, decays, reads, changes, before, state, rows.slots, rows.indptr, rows.fresh, rows.first_chunks,
         saved_slots(rows), qkv.stride(0), state.stride(0), heads,
         **constants, BLOCK_V=narrow, WRITES=rows.writes, SAVES=rows.saves is not None, num_warps=tiles.pass_warps, num_stages=tiles.pass_stages,
@@ -165,14 +166,14 @@ def _by_channel(
     )  # fmt: skip
     narrow = _block(value_dim, 32)
     launch(
-        kda_chunks.pass_states, (triton.cdiv(value_dim, narrow), heads, len(rows.lens)),
+        kda_chunks.pass_states, (cdiv(value_dim, narrow), heads, len(rows.lens)),
         qkv, totals, reads, changes, before, state, rows.slots, rows.indptr, rows.fresh, rows.first_chunks,
         rows.chunk_starts, saved_slots(rows), qkv.stride(0), state.stride(0), heads,
         **constants, BLOCK_V=narrow, WRITES=rows.writes, SAVES=rows.saves is not None, num_stages=2,
     )  # fmt: skip
     block_v = _block(value_dim, 64, _least(qkv))
     launch(
-        kda_chunks.outputs, (chunks, heads, triton.cdiv(value_dim, block_v)),
+        kda_chunks.outputs, (chunks, heads, cdiv(value_dim, block_v)),
         qkv, totals, changes, before, out, *bounds, qkv.stride(0), heads, key_dim**-0.5,
         **constants, SUB=_SUB, BLOCK_V=block_v, num_warps=8,
     )  # fmt: skip
@@ -202,7 +203,7 @@ def gated_delta_advance(
     _check(qkv, gates, state, shape)
     block_v = _block(value_dim, 32)
     launch(
-        _advance, (triton.cdiv(value_dim, block_v), heads, len(slots)),
+        _advance, (cdiv(value_dim, block_v), heads, len(slots)),
         qkv, gates.a, gates.b, gates.rate, gates.bias, state, slots, starts, counts, qkv.stride(0), gates.a.stride(0),
         gates.b.stride(0), state.stride(0), heads,
         **_constants(shape, gates), BLOCK_V=block_v,
@@ -210,7 +211,7 @@ def gated_delta_advance(
 
 
 def _block(size: int, limit: int, least: int = 16) -> int:
-    return min(limit, max(least, triton.next_power_of_2(size)))
+    return min(limit, max(least, next_power_of_2(size)))
 
 
 def _least(qkv: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -44,10 +45,10 @@ def gated_rms_norm(
     assert weight.is_contiguous()
     (tokens, size), out = x.shape, torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
-        block, groups = triton.next_power_of_2(group_size), size // group_size
+        block, groups = next_power_of_2(group_size), size // group_size
         rows = max(1, 2048 // block)  # whatever the number of tokens, so that it does not change a result
         launch(
-            _gated_rms_norm, (triton.cdiv(tokens * groups, rows),),
+            _gated_rms_norm, (cdiv(tokens * groups, rows),),
             x, gate, weight, out, tokens * groups, groups, group_size, x.stride(0), gate.stride(0), eps,
             NORM_FIRST=norm_first, ROWS=rows, BLOCK=block, num_warps=min(16, max(4, block // 512)),
         )  # fmt: skip

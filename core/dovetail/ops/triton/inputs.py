@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
+
 BLOCK = 256
 
 
@@ -153,7 +155,7 @@ def fetch(source: torch.Tensor, target: torch.Tensor, capacity: int, page_table:
     ``[capacity]``.
     """
     size = target.shape[0]
-    programs = triton.cdiv(max(size, capacity), BLOCK)
+    programs = cdiv(max(size, capacity), BLOCK)
     _fetch[(programs,)](source, target, size, capacity, page_table, BLOCK=BLOCK, num_warps=4)
 
 
@@ -271,8 +273,8 @@ def verify_inputs(
         tokens,
         PAGE=page_size,
         TREE=mask is not None,
-        ROWS=triton.next_power_of_2(tokens),
-        WIDTH=triton.next_power_of_2(drafts.shape[1] + 1),
+        ROWS=next_power_of_2(tokens),
+        WIDTH=next_power_of_2(drafts.shape[1] + 1),
         BLOCK=BLOCK,
         num_warps=4,
     )

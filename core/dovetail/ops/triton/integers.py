@@ -19,6 +19,7 @@ from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_tiles import Mxfp4Tile, tiles_of
+from dovetail.ops.triton.sizes import cdiv
 
 HALF = tl.constexpr(16)
 """The columns of a block whose codes are in the low bits, and in the high bits, of 16 bytes."""
@@ -272,7 +273,7 @@ def pair_results(
         group = columns // scale.shape[1]
         groups = planes_with_groups(columns, group) if four else 0
         own = integer_expert_tile(tile, tiles.block_m, PLANES if groups else group)
-        programs = triton.cdiv(width, own.block_n // 2 if gated else own.block_n)
+        programs = cdiv(width, own.block_n // 2 if gated else own.block_n)
         launch(
             _integer_product, (blocks * programs,),
             given, w.view(torch.int16) if groups else w, scale, zero, added if gated else None, bias, out, routing.weights, *order,

@@ -23,6 +23,7 @@ from dovetail.ops.parts import Parts
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, gate, matmul, rows_of, store_rows, workspace
 from dovetail.ops.triton.matmul import supported as has_kernels
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES, MEASURED, ProductTile
 
 STEP = 16
@@ -135,7 +136,7 @@ def many_rows(
     y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     span, block = k // split, block_of(m, n, split)
     launch(
-        _many_rows, (triton.cdiv(m, block.block_m) * triton.cdiv(n, block.block_n),),
+        _many_rows, (cdiv(m, block.block_m) * cdiv(n, block.block_n),),
         x, weight, bias, y, m, n, k, span,
         GATED=gated, BIAS=bias is not None, BLOCK_M=block.block_m, BLOCK_N=block.block_n, BLOCK_K=_block_k(64, span),
         SPLIT=split, GROUP=GROUP, num_warps=block.warps, num_stages=block.stages,

@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.kv_dtypes import limit
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def store(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Te
     assert keys.is_contiguous()
     assert values.is_contiguous()
     if tokens:
-        block = triton.next_power_of_2(heads * size)
+        block = next_power_of_2(heads * size)
         launch(
             _store, (tokens,),
             k, v, keys, values, out_loc, heads * size, k.stride(0), v.stride(0),

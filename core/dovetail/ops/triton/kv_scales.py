@@ -10,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.kv_dtypes import LEAST_SCALE, KVScaleRows, limit
 from dovetail.ops.triton.kv import saturated
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -65,10 +66,10 @@ def store_scaled(
     assert values.is_contiguous()
     assert all(own.is_contiguous() for own in scales)
     if tokens:
-        block = triton.next_power_of_2(size)
-        block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // block))
+        block = next_power_of_2(size)
+        block_heads = min(next_power_of_2(heads), max(1, 2048 // block))
         launch(
-            _store_scaled, (tokens, triton.cdiv(heads, block_heads)),
+            _store_scaled, (tokens, cdiv(heads, block_heads)),
             k, v, keys, values, *scales, out_loc, k.stride(0), v.stride(0),
             KV_HEADS=heads, SIZE=size, BLOCK_HEADS=block_heads, BLOCK=block, COMPUTED=scales.computed,
             LIMIT=limit(keys.dtype), LEAST=LEAST_SCALE, num_warps=4,

@@ -13,6 +13,7 @@ from dovetail.ops.kv_dtypes import LEAST_SCALE, limit
 from dovetail.ops.triton.kv import saturated
 from dovetail.ops.triton.kv_scales import computed_scale
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 PAIRS = 512
 """A program rotates this many pairs of elements of queries: heads times half of the rotated elements."""
@@ -107,12 +108,12 @@ def rotate_and_store_latents(
     assert table.shape[1:] == (2, size)
     if tokens:
         weight, eps = norm
-        block_half = triton.next_power_of_2(size // 2)
-        block_heads = min(triton.next_power_of_2(heads), max(1, PAIRS // block_half))
+        block_half = next_power_of_2(size // 2)
+        block_heads = min(next_power_of_2(heads), max(1, PAIRS // block_half))
         launch(
-            _rotate_and_store_latents, (tokens, 1 + triton.cdiv(heads, block_heads)),
+            _rotate_and_store_latents, (tokens, 1 + cdiv(heads, block_heads)),
             q, out, latents, keys, keys if scales is None else scales, weight, table, positions, out_loc, eps,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), latents.stride(0),
             HEADS=heads, RANK=rank, SIZE=size, INTERLEAVED=interleaved, LIMIT=limit(keys.dtype) or 0.0,
-            SCALED=scales is not None, LEAST=LEAST_SCALE, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_RANK=triton.next_power_of_2(rank), num_warps=4,
+            SCALED=scales is not None, LEAST=LEAST_SCALE, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_RANK=next_power_of_2(rank), num_warps=4,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from dovetail.ops.triton import sampling
 from dovetail.ops.triton.bounds import key_of, value_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.rows import SUB, clean
+from dovetail.ops.triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -115,9 +116,9 @@ def chosen_and_top(
         top,
         top_ids,
         K=k,
-        GROUPS=triton.next_power_of_2(k),
-        BLOCKS=triton.next_power_of_2(blocks),
-        PEAKS=triton.next_power_of_2(peaks.shape[1]),
+        GROUPS=next_power_of_2(k),
+        BLOCKS=next_power_of_2(blocks),
+        PEAKS=next_power_of_2(peaks.shape[1]),
         SUB=SUB,
         num_warps=16,
     )

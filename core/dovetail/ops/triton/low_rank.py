@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from dovetail.ops.adapter_weights import EmbeddingLowRank, LowRankWeights, TokenTiles
@@ -107,7 +108,7 @@ def add_low_rank(out: torch.Tensor, x: torch.Tensor, weights: LowRankWeights, to
     a, ranks = weights.a, weights.device_ranks
     assert ranks is not None
     num_parts, rank, inputs = a.shape[1:]
-    splits = triton.cdiv(inputs, SPLIT_INPUTS)
+    splits = cdiv(inputs, SPLIT_INPUTS)
     low = torch.empty(splits, len(x), num_parts, rank, dtype=torch.float32, device=x.device)
     grid = (len(tokens.tiles), num_parts * (rank // RANK_BLOCK), splits)
     launch(
@@ -160,7 +161,7 @@ def add_embedding(
     launch(
         _look_up, (count,),
         token_ids, a, a.stride(0), ranks, ranks.stride(0), tokens.places, tokens.tiles, low,
-        RANK=rank, BLOCK=triton.next_power_of_2(rank), num_warps=1,
+        RANK=rank, BLOCK=next_power_of_2(rank), num_warps=1,
     )  # fmt: skip
     return _expanded(out, low, weights, tokens)
 

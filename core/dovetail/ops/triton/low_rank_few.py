@@ -25,6 +25,7 @@ from dovetail.ops.adapter_weights import AdapterCount
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.low_rank import ROW_BLOCK
 from dovetail.ops.triton.matmul import GATE_KINDS, gate
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from dovetail.ops.activation import Activation
@@ -315,7 +316,7 @@ def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, lead
     num_parts, rank, inputs = a.shape[1:]
     together = tokens.adapters <= AdapterCount.FEW
     low = torch.empty(len(x), num_parts, rank, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(inputs)
+    block = next_power_of_2(inputs)
     if not together and block <= EACH_INPUTS and 4 * inputs >= 3 * block:
         rows = min(RANK_BLOCK.value, EACH_SIZE // block)
         launch(
@@ -325,7 +326,7 @@ def shrink(x: torch.Tensor, weights: LowRankWeights, tokens: TokenTiles, *, lead
         )  # fmt: skip
         return low
     block = INPUT_BLOCK[together]
-    splits, units = triton.cdiv(inputs, block), num_parts * (rank // RANK_BLOCK.value)
+    splits, units = cdiv(inputs, block), num_parts * (rank // RANK_BLOCK.value)
     num_tiles = len(tokens.tiles)
     assert num_tiles * units <= MAX_SUMS
     sums = torch.empty(
@@ -366,7 +367,7 @@ def expand_gate(
     y = torch.empty(m, n // 2, dtype=x.dtype, device=x.device)
     block = OUTPUT_BLOCK // 2
     launch(
-        _expand_gate, (triton.cdiv(n // 2, block), num_tiles + triton.cdiv(m, tokens.size)),
+        _expand_gate, (cdiv(n // 2, block), num_tiles + cdiv(m, tokens.size)),
         x, y, m, n // 2, low, b, b.stride(0), ranks, ranks.stride(0), tokens.order, tokens.tiles, tokens.places, num_tiles,
         GATED=GATE_KINDS[activation], RANK=low.shape[2], TILE=tokens.size, BLOCK_N=block, WHOLE=n // 2 % block == 0,
     )  # fmt: skip

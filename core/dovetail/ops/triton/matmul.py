@@ -26,6 +26,7 @@ from dovetail.ops.activation import GATES, Activation
 from dovetail.ops.parts import Parts
 from dovetail.ops.triton.activation import gelu_tanh
 from dovetail.ops.triton.launch import launch, prefetch, processors
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES, ProductTile, tile_of
 
 
@@ -264,7 +265,7 @@ def matmul(
         y = torch.empty(tile.split, m, n, dtype=torch.float32, device=x.device)
     else:
         y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(n, tile.block_n)
+    tiles = cdiv(n, tile.block_n)
     if tile.block_m == 1:
         programs = min(tiles, tile.per_sm * processors(x.device)) if tile.per_sm else tiles
         launch(

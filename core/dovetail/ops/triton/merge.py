@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
+
 
 @triton.jit
 def _weight(lse):
@@ -37,9 +39,9 @@ def merge_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, 
     """Compute ``ops.merge.merge_states``. The last dimension of each argument is contiguous."""
     tokens, heads, size = out_b.shape
     out = torch.empty(tokens, heads, size, dtype=out_b.dtype, device=out_b.device)
-    block = triton.next_power_of_2(size)
-    block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // block))
-    _merge[(tokens, triton.cdiv(heads, block_heads))](
+    block = next_power_of_2(size)
+    block_heads = min(next_power_of_2(heads), max(1, 2048 // block))
+    _merge[(tokens, cdiv(heads, block_heads))](
         out_a, lse_a, out_b, lse_b, out, heads, size, tokens, out_a.stride(0), out_a.stride(1), out_b.stride(0),
         out_b.stride(1), lse_a.stride(0), lse_b.stride(0), BLOCK_HEADS=block_heads, BLOCK=block, num_warps=4,
     )  # fmt: skip

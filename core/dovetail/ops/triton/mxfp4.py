@@ -24,6 +24,7 @@ from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
 from dovetail.ops.triton.mxfp4_tiles import tiles_of
+from dovetail.ops.triton.sizes import cdiv
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def pair_results(
         (False, inner, weights.down, weights.down_scale, weights.down_bias, results, tiles.down),
     ):
         columns, width = given.shape[1], out.shape[-1]
-        programs = triton.cdiv(width, tile.block_n // 2 if gated else tile.block_n)
+        programs = cdiv(width, tile.block_n // 2 if gated else tile.block_n)
         launch(
             _product, (blocks * programs,),
             given, w, scale, added if gated else None, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns // 2,

@@ -21,6 +21,7 @@ from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.mxfp4_numbers import HALF, dequantized_codes, scale_factors, unscaled
 from dovetail.ops.triton.routing import sort_by_expert
+from dovetail.ops.triton.sizes import cdiv
 
 MEAN_PAIRS, MEAN_PAIRS_OF_WORDS = 128, 384
 """From this mean number of pairs of an expert on, weights are dequantized first: from the second number on if ``mxfp4_words`` can compute the layer. On
@@ -65,7 +66,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> 
     return it. They are exact."""
     experts, rows, half = codes.shape
     launch(
-        _dequantize, (triton.cdiv(half, _HALF_K), triton.cdiv(rows, _ROWS), experts),
+        _dequantize, (cdiv(half, _HALF_K), cdiv(rows, _ROWS), experts),
         codes, scales, out, rows, half, BLOCK_N=_ROWS, HALF_K=_HALF_K, ASSEMBLY=not INTERPRETED,
     )  # fmt: skip
     return out

@@ -30,6 +30,7 @@ from dovetail.ops.triton.routing import (
     sort_pairs,
     sort_pairs_constants,
 )
+from dovetail.ops.triton.sizes import cdiv
 
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no assembly
 WORDS = tl.constexpr(32)
@@ -77,7 +78,7 @@ def _sort_and_order(
 
 def _in_chunks(rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
     """Allocate rows of ``width`` columns in the order of words."""
-    return torch.empty(rows, triton.cdiv(width, CHUNK.value) * CHUNK.value, dtype=like.dtype, device=like.device)
+    return torch.empty(rows, cdiv(width, CHUNK.value) * CHUNK.value, dtype=like.dtype, device=like.device)
 
 
 def sorted_and_ordered(
@@ -89,9 +90,9 @@ def sorted_and_ordered(
     (rows, width), pairs = x.shape, ids.numel()
     apart = pairs > ONE_KERNEL
     order = sort_by_expert(ids, first, experts, block_m) if apart else empty_order(ids, experts, block_m)
-    out, sorters = _in_chunks(rows, width, x), 0 if apart else 1 + triton.cdiv(pairs, OWN)
+    out, sorters = _in_chunks(rows, width, x), 0 if apart else 1 + cdiv(pairs, OWN)
     launch(
-        _sort_and_order, (sorters + rows * triton.cdiv(width, 1024),),
+        _sort_and_order, (sorters + rows * cdiv(width, 1024),),
         ids, *order[:3], x, out, pairs, first, experts, width, sorters,
         **sort_pairs_constants(min(pairs, ONE_KERNEL), experts, block_m), BLOCK=1024, num_warps=4,
     )  # fmt: skip
@@ -241,7 +242,7 @@ def pair_results(x: torch.Tensor, routing: Routing, weights: ExpertWeights, *, i
         (True, given, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, GATE_UP, hidden, size),
         (False, inner, weights.down, weights.down_scale, weights.down_bias, results, DOWN, size, hidden),
     ):
-        programs = triton.cdiv(width, tile.block_n // 2 if gated else tile.block_n)
+        programs = cdiv(width, tile.block_n // 2 if gated else tile.block_n)
         launch(
             _product, (len(order.blocks) * programs,),
             source, w.view(torch.int16), scale, bias, out, routing.weights, *order[:3], programs, tokens, k, width,

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import next_power_of_2
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def _norm(
     assert x.stride(-1) == 1
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     if tokens:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         launch(
             _rms_norm, (tokens * heads,),
             x, residual, weight, out, total, size, tokens, heads, x.stride(0), total.stride(0), eps,
@@ -177,7 +178,7 @@ def _layer(
     assert x.stride(1) == 1
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous() and total.is_contiguous())
     if tokens:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         launch(
             _layer_norm, (tokens,),
             x, residual, weight, bias, out, total, size, tokens, x.stride(0), eps,

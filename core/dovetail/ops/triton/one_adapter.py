@@ -18,6 +18,7 @@ from dovetail.ops.low_rank import ONE_ROWS
 from dovetail.ops.triton.launch import launch, prefetch
 from dovetail.ops.triton.low_rank import ROW_BLOCK
 from dovetail.ops.triton.matmul import Workspace, finish_rows, rows_of
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import ProductTile, tile_of
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def one_adapter(
     else:
         y = torch.empty(m, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     launch(
-        _one_adapter, (triton.cdiv(n, tile.block_n), tile.split),
+        _one_adapter, (cdiv(n, tile.block_n), tile.split),
         x, weight, bias, y, space.parts, space.arrived, m, n, k, k // tile.split, adapters.a, adapters.a.stride(0),
         adapters.b, adapters.b.stride(0), ranks, ranks.stride(0), tokens.slots, tokens.groups, adapters.blocks,
         GATED=gated, BIAS=bias is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT=tile.split,

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.activation import Activation
 from dovetail.ops.triton.launch import launch, prefetch
 from dovetail.ops.triton.matmul import GATE_KINDS, rows_of, store_row
+from dovetail.ops.triton.sizes import cdiv
 
 NORMED = (1024, 2048)
 """The sizes of rows whose norm is computed in the product."""
@@ -99,7 +100,7 @@ def normed_product(
     gated = 0 if activation is None else GATE_KINDS[activation]
     y = torch.empty(1, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     launch(
-        _normed_product, (triton.cdiv(n, 8),),
+        _normed_product, (cdiv(n, 8),),
         x, norm[0], weight, y, n, norm[1], GATED=gated, SIZE=size, BLOCK_N=8, num_warps=max(2, size // 512),
     )  # fmt: skip
     return y
@@ -113,7 +114,7 @@ def normed_logits(
     n, size = weight.shape
     normed, y = torch.empty_like(x), torch.empty(1, n, dtype=x.dtype, device=x.device)
     launch(
-        _normed_logits, (triton.cdiv(n, 4),),
+        _normed_logits, (cdiv(n, 4),),
         x, norm[0], weight, normed, y, n, norm[1], SIZE=size, BLOCK_N=4, num_warps=4,
     )  # fmt: skip
     return normed, y
@@ -125,7 +126,7 @@ def added_product(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor) -
     y = torch.empty_like(stream)
     block = 2048 if k % 2048 == 0 else 1024
     launch(
-        _added_product, (triton.cdiv(n, 2),),
+        _added_product, (cdiv(n, 2),),
         x, weight, stream, y, n, K=k, BLOCK_N=2, BLOCK_K=block, AHEAD=min(32, (k - block) // 64), num_warps=4,
     )  # fmt: skip
     return y

@@ -20,6 +20,7 @@ from dovetail.ops.triton.adapted_pairs import PairAdapters, blocks_of_pairs
 from dovetail.ops.triton.expert_pairs import pairs_of_block, rows_of_tile, store_down, store_gated
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.packed_numbers import code_number, factors_of, spread
+from dovetail.ops.triton.sizes import cdiv
 
 
 class PackedExpertTile(NamedTuple):
@@ -139,7 +140,7 @@ def pair_results(
         weight = PackedWeight(stored.flatten(0, 1), packing, columns)
         sections = [weight.section(name) for name in ("codes", "scale", "multiplier", "offset", "offset_multiplier")]
         tile = tile_of(columns, packing)
-        programs = triton.cdiv(width, tile.block_n // 2 if gated else tile.block_n)
+        programs = cdiv(width, tile.block_n // 2 if gated else tile.block_n)
         launch(
             _packed_product, (blocks * programs,),
             given, *sections, added if gated else None, bias, out, routing.weights, *order, programs, tokens, weights.first, count, columns, width,

@@ -18,6 +18,7 @@ from dovetail.ops.triton.expert_tiles import many_tiles
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.packed_numbers import code_number, factors_of, spread
 from dovetail.ops.triton.routing import sort_by_expert
+from dovetail.ops.triton.sizes import cdiv
 
 MEAN_PAIRS = 40
 """From this mean number of pairs of an expert on, weights are dequantized first. On an H200 with the experts of Qwen3-30B-A3B in Q4_K and Q6_K, products
@@ -98,7 +99,7 @@ def write(weight: PackedWeight, out: torch.Tensor) -> None:
     (n, k), packing = out.shape, weight.packing
     sections = [weight.section(name) for name in ("codes", "scale", "multiplier", "offset", "offset_multiplier")]
     launch(
-        write_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(k, BLOCK_K)),  # the first dimension of a grid is not bounded by 65,535
+        write_kernel, (cdiv(n, BLOCK_N), cdiv(k, BLOCK_K)),  # the first dimension of a grid is not bounded by 65,535
         *sections, out, n, k, weight.rows.stride(0) // 4,
         BITS=packing.bits, STEP=packing.step, ZERO=packing.zero, WHOLE=packing.whole, GROUP=packing.group or 0,
         OFFSET=packing.offset, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dovetail.ops.triton.launch import prefetch
+from dovetail.ops.triton.sizes import next_power_of_2
 
 WHOLE = 256
 """Limit the elements of a key that is read in one part. Longer keys are read in two parts, because one part would have
@@ -54,7 +55,7 @@ def layout(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int | bool]:
     same = (
         values.data_ptr() == keys.data_ptr()
         and values.stride() == keys.stride()
-        and value_dim == first == triton.next_power_of_2(first)
+        and value_dim == first == next_power_of_2(first)
     )
     return {
         "PAGE": page_size,
@@ -80,4 +81,4 @@ def parts(dim: int) -> tuple[int, int]:
 def block(dim: int) -> int:
     """Return the number of elements that are read at once for ``dim``: at least the number that tensor cores
     multiply."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))

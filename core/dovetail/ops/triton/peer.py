@@ -48,6 +48,7 @@ from dovetail.ops.triton.peer_words import (
     sendable,
     squares,
 )
+from dovetail.ops.triton.sizes import next_power_of_2
 
 CHUNK = 16
 """The number of bytes that a thread loads or stores at once."""
@@ -360,7 +361,7 @@ def _add_up(
     out = total if residual is None else torch.empty_like(like)
     most = group * channels.count
     assert rows <= most or not parts
-    chunks = max(WARP, triton.next_power_of_2(size * 2 // CHUNK))
+    chunks = max(WARP, next_power_of_2(size * 2 // CHUNK))
     for start in range(0, rows, most):
         block = slice(start, start + most)
         count = min(most, rows - start)

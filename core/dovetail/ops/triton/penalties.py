@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv
 
 BLOCK = 2048
 COUNT_BLOCK = 128
@@ -55,7 +56,7 @@ def apply_penalties(
         assert table.is_contiguous()
         assert slots.is_contiguous()
         assert table.shape[1] == vocab, "a table of counts has an entry for each logit"
-        grid, row, to = (triton.cdiv(vocab, BLOCK), n), (logits, logits.stride(0), vocab), (out, out.stride(0))
+        grid, row, to = (cdiv(vocab, BLOCK), n), (logits, logits.stride(0), vocab), (out, out.stride(0))
         launch(_penalties_kernel, grid, *row, table, slots, settings.contiguous(), *to, BLOCK=BLOCK)
     return out
 
@@ -90,5 +91,5 @@ def count_tokens(table: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor,
         assert table.is_contiguous()
         assert slots.is_contiguous()
         assert tokens.is_contiguous()
-        grid, width = (triton.cdiv(n, COUNT_BLOCK),), table.shape[1]
+        grid, width = (cdiv(n, COUNT_BLOCK),), table.shape[1]
         launch(_count_kernel, grid, table, width, slots, tokens, amounts, stride, n, BLOCK=COUNT_BLOCK)

@@ -13,6 +13,7 @@ from dovetail.ops.kv_dtypes import LEAST_SCALE, limit
 from dovetail.ops.triton.kv import saturated
 from dovetail.ops.triton.kv_scales import computed_scale
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 PAIRS = 1024
 """A program rotates this many pairs of elements: heads times half a head."""
@@ -155,10 +156,10 @@ def rotate_and_store(
     q = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = norm or (None, None, 0.0)
     if tokens:
-        block_half = triton.next_power_of_2(size // 2)
+        block_half = next_power_of_2(size // 2)
         block_heads = max(1, PAIRS // block_half)
         launch(
-            _rotate_and_store, (tokens, triton.cdiv(total, block_heads)),
+            _rotate_and_store, (tokens, cdiv(total, block_heads)),
             qkv, q, keys, values, table, positions, out_loc, q_weight, k_weight, eps, qkv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, SIZE=size, NORM=norm is not None, LIMIT=limit(keys.dtype) or 0.0,
             BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,
@@ -191,10 +192,10 @@ def rotate_and_store_scaled(
     q = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = norm or (None, None, 0.0)
     if tokens:
-        block_half = triton.next_power_of_2(size // 2)
+        block_half = next_power_of_2(size // 2)
         block_heads = max(1, PAIRS // block_half)
         launch(
-            _rotate_and_store_scaled, (tokens, triton.cdiv(total, block_heads)),
+            _rotate_and_store_scaled, (tokens, cdiv(total, block_heads)),
             qkv, q, keys, values, *scales, table, positions, out_loc, q_weight, k_weight, eps, qkv.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, SIZE=size, NORM=norm is not None, COMPUTED=scales.keys.stride(0) != 0,
             LIMIT=limit(keys.dtype), LEAST=LEAST_SCALE, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, num_warps=4,

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.interfaces.expert_shapes import Routing, RoutingRule
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 ONE_KERNEL = 4096
 """The largest number of pairs that one kernel sorts."""
@@ -145,13 +146,13 @@ def route(logits: torch.Tensor, rule: RoutingRule, correction: torch.Tensor | No
     ids = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits.device)
     if tokens:
-        block = triton.next_power_of_2(experts)
+        block = next_power_of_2(experts)
         launch(
             _route, (tokens,),
             logits, correction, ids, weights, experts, rule.scale, rule.jitter,
             TOP_K=rule.top_k, SCORING=_SCORINGS[rule.scoring], AFTER=rule.after_choice, RENORMALIZE=rule.renormalize,
             CORRECTED=correction is not None, GROUPS=rule.groups, KEPT=rule.groups_kept, GROUP_TOP=rule.group_top,
-            BLOCK_E=block, BLOCK_G=triton.next_power_of_2(rule.groups), BLOCK_K=triton.next_power_of_2(rule.top_k),
+            BLOCK_E=block, BLOCK_G=next_power_of_2(rule.groups), BLOCK_K=next_power_of_2(rule.top_k),
             num_warps=1 if block <= 512 else 4,
         )  # fmt: skip
     return Routing(ids, weights)
@@ -274,7 +275,7 @@ def most_blocks(tokens: int, top_k: int, experts: int, block_m: int) -> int:
     """Return a number of blocks that is enough for any choice of ``top_k`` experts by each token, of which this rank
     has ``experts``."""
     pairs = tokens * top_k
-    return min(pairs, experts * triton.cdiv(tokens, block_m), pairs // block_m + experts)
+    return min(pairs, experts * cdiv(tokens, block_m), pairs // block_m + experts)
 
 
 def empty_order(ids: torch.Tensor, experts: int, block_m: int) -> ExpertOrder:
@@ -285,7 +286,7 @@ def empty_order(ids: torch.Tensor, experts: int, block_m: int) -> ExpertOrder:
 
 def _bins(experts: int) -> int:
     return max(
-        triton.next_power_of_2(experts), 32
+        next_power_of_2(experts), 32
     )  # Triton 3.6 compiles histograms of 64 keys in 4 bins to misaligned accesses
 
 
@@ -302,12 +303,12 @@ def sort_by_expert(ids: torch.Tensor, first: int, experts: int, block_m: int) ->
     pairs, device, order = ids.numel(), ids.device, empty_order(ids, experts, block_m)
     if pairs <= ONE_KERNEL:
         launch(
-            sort_pairs, (1 + triton.cdiv(pairs, OWN),),
+            sort_pairs, (1 + cdiv(pairs, OWN),),
             ids, *order[:3], pairs, first, experts, **sort_pairs_constants(pairs, experts, block_m), num_warps=4,
         )  # fmt: skip
         return order
     bins = _bins(experts)
-    chunks = triton.cdiv(pairs, CHUNK)
+    chunks = cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
     totals = torch.empty(experts, dtype=torch.int32, device=device)
     launch(_count_chunk, (chunks,), ids, counts, pairs, first, experts, CHUNK=CHUNK, BLOCK_E=bins)

@@ -19,6 +19,7 @@ from dovetail.ops.triton.bounds import SLOTS, value_bits
 from dovetail.ops.triton.filters import filtered_kernel
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.rows import BLOCK, SUB, best_token, clean, combine, exponent_scale, invert_blocks
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
@@ -123,10 +124,10 @@ def statistics(
     """Return ``values``, ``ids`` and ``peaks`` of ``logits [n, V]`` as ``_stats_kernel`` describes them, sums and peaks
     only if they are requested. Without ``temperature``, that of every row is 1."""
     n, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
+    blocks = cdiv(vocab, BLOCK)
     values = torch.empty((n, 2, blocks), dtype=torch.float32, device=logits.device)
     ids = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
-    peaks = logits.new_empty((n, triton.cdiv(vocab, SUB))) if with_peaks else logits
+    peaks = logits.new_empty((n, cdiv(vocab, SUB))) if with_peaks else logits
     launch(
         _stats_kernel,
         (blocks, n),
@@ -172,7 +173,7 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
             ids,
             out,
             blocks,
-            BLOCKS=triton.next_power_of_2(blocks),
+            BLOCKS=next_power_of_2(blocks),
             SUB=SUB,
             num_warps=1,
         )
@@ -202,7 +203,7 @@ def sample(
     values, ids, peaks = statistics(logits, temperature, with_sums=True, with_peaks=filtered)
     blocks = ids.shape[1]
     row = (logits, logits.stride(0), vocab, temperature, temperature.stride(0))
-    sizes = {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": BLOCK, "SUB": SUB}
+    sizes = {"BLOCKS": next_power_of_2(blocks), "BLOCK": BLOCK, "SUB": SUB}
     if filtered:
         found = (uniform.contiguous(), values, ids, peaks)
         _launch_filtered(row, filters, found, out, blocks, sizes)
@@ -222,5 +223,5 @@ def _launch_filtered(
     logits, peaks = row[0], found[-1]
     columns = [c for tensor in filters for c in ((tensor, 0) if tensor is None else (tensor, tensor.stride(0)))]
     groups = torch.empty((len(logits), SLOTS), dtype=torch.int32, device=logits.device)
-    bits = {"SLOTS": SLOTS, "PEAKS": triton.next_power_of_2(peaks.shape[1]), "SHIFT": value_bits(logits.dtype)}
+    bits = {"SLOTS": SLOTS, "PEAKS": next_power_of_2(peaks.shape[1]), "SHIFT": value_bits(logits.dtype)}
     launch(filtered_kernel, (len(logits),), *row, *columns, *found, groups, out, blocks, **sizes, **bits, num_warps=16)

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail.ops.triton.ssd import ADVANCED, ROWS, STATE_DTYPES, chunk_bounds, saved_slots, softplus
 
 if TYPE_CHECKING:
@@ -211,10 +212,10 @@ def selective_scan(
     _check(x, dt, b, c, channels, state)
     count, width = state.shape[1:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    chunks, blocks = len(rows.chunk_rows), triton.cdiv(count, BLOCK)
+    chunks, blocks = len(rows.chunk_rows), cdiv(count, BLOCK)
     if not chunks:
         return out
-    block_n = triton.next_power_of_2(width)
+    block_n = next_power_of_2(width)
     bounds = (rows.indptr, rows.chunk_rows, rows.chunk_starts)
     whole = chunks == int(np.count_nonzero(rows.lens))
     states = state  # not used if rows are one chunk each
@@ -256,10 +257,10 @@ def selective_scan_step(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
         launch(
-            _step, (len(x), triton.cdiv(count, BLOCK)),
+            _step, (len(x), cdiv(count, BLOCK)),
             x, dt, b, c, channels.a, channels.d, channels.dt_bias, state, out, slots, count, width,
             x.stride(0), dt.stride(0), b.stride(0), c.stride(0), state.stride(0),
-            BLOCK_C=BLOCK, BLOCK_N=triton.next_power_of_2(width), num_warps=1,
+            BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(width), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -278,10 +279,10 @@ def selective_scan_advance(
     _check(x, dt, b, b, channels, state)
     count, width = state.shape[1:]
     launch(
-        _advance_rows, (len(slots), triton.cdiv(count, BLOCK)),
+        _advance_rows, (len(slots), cdiv(count, BLOCK)),
         x, dt, b, channels.a, channels.dt_bias, state, slots, starts, counts, count, width,
         x.stride(0), dt.stride(0), b.stride(0), state.stride(0),
-        BLOCK_C=BLOCK, BLOCK_N=triton.next_power_of_2(width), num_warps=1,
+        BLOCK_C=BLOCK, BLOCK_N=next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton import short_conv_few as few
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.short_conv_few import activated, shift
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail.ops.triton.ssd import ADVANCED, ROWS, saved_slots
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def short_conv(
     if len(x) and weight.shape[1] == few.WIDTH:
         block = chunk_channels(len(rows.chunk_rows))
         launch(
-            few.chunks, (triton.cdiv(x.shape[1], block), len(rows.chunk_rows)),
+            few.chunks, (cdiv(x.shape[1], block), len(rows.chunk_rows)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
             saved_slots(rows), x.shape[1], x.stride(0), state.stride(0),
             BIAS=bias is not None, SILU=activation == "silu", CHUNK=rows.chunk, BLOCK=block,
@@ -148,11 +149,11 @@ def short_conv(
         )  # fmt: skip
     elif len(x):
         launch(
-            _chunks, (len(rows.chunk_rows), triton.cdiv(x.shape[1], 64)),
+            _chunks, (len(rows.chunk_rows), cdiv(x.shape[1], 64)),
             x, weight, bias, state, out, rows.slots, rows.indptr, rows.fresh, rows.chunk_rows, rows.chunk_starts,
             saved_slots(rows), x.shape[1], x.stride(0), state.stride(0),
             BIAS=bias is not None, SILU=activation == "silu", WIDTH=weight.shape[1],
-            TAPS=triton.next_power_of_2(weight.shape[1]), CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes,
+            TAPS=next_power_of_2(weight.shape[1]), CHUNK=rows.chunk, BLOCK=64, WRITES=rows.writes,
             SAVES=rows.saves is not None, num_warps=8,
         )  # fmt: skip
     return out
@@ -172,13 +173,13 @@ def short_conv_step(
     if len(x) and _in_words(x, weight, bias, state):
         words = x.shape[1] // 4
         launch(
-            few.step, (triton.cdiv(words, STEP_WORDS), len(x)),
+            few.step, (cdiv(words, STEP_WORDS), len(x)),
             x, weight, bias, state, out, slots, words, x.stride(0), state.stride(0),
             BIAS=bias is not None, SILU=activation == "silu", BLOCK=STEP_WORDS, num_warps=WARPS,
         )  # fmt: skip
     elif len(x):
         launch(
-            _step, (len(x), triton.cdiv(x.shape[1], 512)),
+            _step, (len(x), cdiv(x.shape[1], 512)),
             x, weight, bias, state, out, slots, x.shape[1], x.stride(0), state.stride(0),
             BIAS=bias is not None, SILU=activation == "silu", WIDTH=weight.shape[1], BLOCK=512,
         )  # fmt: skip
@@ -192,7 +193,7 @@ def short_conv_advance(
     assert x.stride(1) == 1
     assert state[0].is_contiguous()
     launch(
-        _advance, (len(slots), triton.cdiv(x.shape[1], 256)),
+        _advance, (len(slots), cdiv(x.shape[1], 256)),
         x, state, slots, starts, counts, x.shape[1], x.stride(0), state.stride(0), BEFORE=state.shape[2], BLOCK=256,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch, processors
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 STATE_DTYPES = torch.float32, torch.bfloat16
 """The dtypes in which states of recurrences may be kept. Kernels compute with them in float32."""
@@ -288,9 +289,9 @@ def ssd(
     entering = torch.empty_like(states, dtype=x.dtype)
     scores = torch.empty(chunks, groups, chunk, chunk, dtype=x.dtype, device=x.device)
     sizes, totals = torch.empty(2, count, tokens, device=x.device)
-    tile, block_n = min(chunk, 64), max(16, triton.next_power_of_2(width))
-    block_p = min(64, max(16, triton.next_power_of_2(dim)))
-    blocks, bounds = triton.cdiv(dim, block_p), (rows.indptr, rows.chunk_rows, rows.chunk_starts)
+    tile, block_n = min(chunk, 64), max(16, next_power_of_2(width))
+    block_p = min(64, max(16, next_power_of_2(dim)))
+    blocks, bounds = cdiv(dim, block_p), (rows.indptr, rows.chunk_rows, rows.chunk_starts)
     launch(
         _chunk_states, (chunks, count, blocks),
         x, dt, b, heads.a, heads.dt_bias, *heads.limits, states, sizes, totals, *bounds,
@@ -298,7 +299,7 @@ def ssd(
         CHUNK=chunk, BLOCK_T=tile, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4 if block_n <= 128 else 8, num_stages=2,
     )  # fmt: skip
     launch(
-        _pass_states, (len(rows.lens), count, triton.cdiv(dim * width, 1024)),
+        _pass_states, (len(rows.lens), count, cdiv(dim * width, 1024)),
         state, states, entering, totals, rows.slots, rows.indptr, rows.fresh, rows.chunk_starts, rows.first_chunks,
         saved_slots(rows), tokens, count, dim * width, state.stride(0), CHUNK=chunk, BLOCK=1024, WRITES=rows.writes,
         SAVES=rows.saves is not None,
@@ -333,12 +334,12 @@ def ssd_step(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    block_n = triton.next_power_of_2(width)
-    block_p = min(triton.next_power_of_2(dim), max(1, 8192 // block_n))
-    while block_p > 4 and tokens * count * triton.cdiv(dim, block_p) < 2 * processors(x.device):
+    block_n = next_power_of_2(width)
+    block_p = min(next_power_of_2(dim), max(1, 8192 // block_n))
+    while block_p > 4 and tokens * count * cdiv(dim, block_p) < 2 * processors(x.device):
         block_p //= 2
     launch(
-        _step, (tokens, count, triton.cdiv(dim, block_p)),
+        _step, (tokens, count, cdiv(dim, block_p)),
         x, dt, b, c, heads.a, heads.d, heads.dt_bias, *heads.limits, state, out, slots,
         count, count // groups, dim, width, x.stride(0), dt.stride(0), b.stride(0), c.stride(0), state.stride(0),
         BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4 if block_p * block_n >= 2048 else 1,
@@ -359,10 +360,10 @@ def ssd_advance(
     """Compute ``ops.ssd.ssd_advance``."""
     _check(x, dt, b, b, state)
     (_, count, dim), (groups, width) = x.shape, b.shape[1:]
-    block_n = triton.next_power_of_2(width)
-    block_p = min(triton.next_power_of_2(dim), max(1, 8192 // block_n))
+    block_n = next_power_of_2(width)
+    block_p = min(next_power_of_2(dim), max(1, 8192 // block_n))
     launch(
-        _advance, (len(slots), count, triton.cdiv(dim, block_p)),
+        _advance, (len(slots), count, cdiv(dim, block_p)),
         x, dt, b, heads.a, heads.dt_bias, *heads.limits, state, slots, starts, counts,
         count, count // groups, dim, width, x.stride(0), dt.stride(0), b.stride(0), state.stride(0),
         BLOCK_P=block_p, BLOCK_N=block_n,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.ops.triton.sizes import next_power_of_2
+
 LEAST_BLOCK = 32
 """The least number of drafts that a program walks through at a time: one for each lane of its warp. Steps with fewer
 drafts then share a kernel; a step that is launched kernel by kernel has the columns that its drafts need."""
@@ -86,6 +88,6 @@ def walk(
         sampled, indptr, draft_ids, draft_ids if parents is None else parents, draft_ids.stride(0),
         out, out if on_host is None else on_host, slots, last_token,
         k, TREE=parents is not None, ON_HOST=on_host is not None, KEEP=keep is not None,
-        BLOCK=max(LEAST_BLOCK, triton.next_power_of_2(k)), STEPS=max(LEAST_BLOCK, triton.next_power_of_2(k + 1)),
+        BLOCK=max(LEAST_BLOCK, next_power_of_2(k)), STEPS=max(LEAST_BLOCK, next_power_of_2(k + 1)),
         num_warps=1,
     )  # fmt: skip

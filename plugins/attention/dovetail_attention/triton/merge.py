@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail_attention.triton.attend import PartialResults
 from dovetail_attention.triton.schedule import TOKEN, Schedule
 
@@ -201,7 +202,7 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, schedule: Schedule, partial
     launch(
         _merge_into, (rows * heads,),
         out, lse, *partial, schedule.tokens, rows,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), PARTS=PARTS, TOKEN=TOKEN,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK=next_power_of_2(dim), PARTS=PARTS, TOKEN=TOKEN,
         num_warps=2,
     )  # fmt: skip
 
@@ -227,8 +228,8 @@ def merge(
     if long and not LONG_FEW < elements < LONG_MANY:
         _launch_long(out, tokens, parts, *(FEW_SIZES if elements <= LONG_FEW else MANY_SIZES))
         return
-    size = PIECE if dim > 2 * PIECE else triton.next_power_of_2(dim)
-    pieces = triton.cdiv(dim, size)
+    size = PIECE if dim > 2 * PIECE else next_power_of_2(dim)
+    pieces = cdiv(dim, size)
     few = PARTS_OF_FEW if pieces == 1 else 2 * PARTS_OF_FEW
     at_a_time = 1 if one_by_one else few if len(tokens) <= FEW else PARTS
     launch(
@@ -253,7 +254,7 @@ def _launch_long(
     (schedule, partial), (schedule_s, partial_s) = parts[0], parts[-1]
     heads, dim = out.shape[1:]
     launch(
-        _merge_long, (len(tokens) * triton.cdiv(heads, share) * triton.cdiv(dim, block),),
+        _merge_long, (len(tokens) * cdiv(heads, share) * cdiv(dim, block),),
         out, *partial, schedule.tokens, *partial_s, schedule_s.tokens, tokens.start,
         HEADS=heads, DIM=dim, SHARE=share, BLOCK=block, PARTS=at_a_time, MORE=more, TOKEN=TOKEN,
         SHARED=len(parts) > 1, num_warps=4,

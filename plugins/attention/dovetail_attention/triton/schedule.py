@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import launch
+from dovetail.ops.triton.sizes import next_power_of_2
 from dovetail_attention.triton.tiles import AttentionTile
 
 RECORD = 8  # entry, first m, first key, end of keys, first query, queries, keys of the entry, base or -1
@@ -207,6 +208,6 @@ def fill(schedule: Schedule, entries: ScheduleEntries, group: int, window: int |
         _schedule, (count,),
         entries.indptr, entries.kv_lens, first_positions, *schedule, count, entries.slots, window or 0,
         GROUP=group, CAUSAL=entries.causal, TREE=entries.tree is not None, WINDOW=window is not None, PARTIAL=partial,
-        ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, LEVEL=entries.level, ENTRIES=max(LEAST_ENTRIES, triton.next_power_of_2(count)), RECORD=RECORD, TOKEN=TOKEN,
+        ROWS=entries.tile.rows, KEYS=entries.tile.keys, CHUNK=entries.chunk, LEVEL=entries.level, ENTRIES=max(LEAST_ENTRIES, next_power_of_2(count)), RECORD=RECORD, TOKEN=TOKEN,
         BLOCK=BLOCK,
     )  # fmt: skip

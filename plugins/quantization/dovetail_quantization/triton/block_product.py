@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.sizes import cdiv
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def block_product(
     if m:
         block_m = 16 if m <= 16 else 64
         block_n = 64 if m <= 64 else 128
-        grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
+        grid = (cdiv(m, block_m) * cdiv(n, block_n),)
         launch(
             _block_product, grid,
             x, x_scale, weight, scale, bias, y, m, n, k, block[0], scale.shape[1],

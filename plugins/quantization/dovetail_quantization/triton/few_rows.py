@@ -20,6 +20,7 @@ from dovetail.interfaces.quantization import LinearInput, QuantizedActivations
 from dovetail.ops.activation import Activation
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import GATE_KINDS, around, finish_rows, rows_of, wait, workspace
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 
 SPLIT_ROWS = 16
@@ -198,7 +199,7 @@ class Fp8Rows:
         else:
             y = torch.empty(m, n // 2 if gated else n, dtype=dtype, device=rows.device)
         launch(
-            _few_rows, (triton.cdiv(n, tile.block_n), tile.split),
+            _few_rows, (cdiv(n, tile.block_n), tile.split),
             rows, scales, self._weight, self._scale, bias, y, self._space.parts, self._space.arrived,
             m, n, k, k // tile.split,
             GATED=gated, BIAS=bias is not None, QUANTIZED=scales is not None, BLOCKS=self._blocks,

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.integers import PLANES, Integers
 from dovetail.ops.triton.launch import INTERPRETED, launch, prefetch
 from dovetail.ops.triton.matmul import Workspace, around, finish_rows, rows_of
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.triton.packed_rows import rounded
 
@@ -55,7 +56,7 @@ def bytes_tile(rows: int, weight: Integers) -> BytesTile | None:
     if k % PLANES or weight.group % PLANES:
         return None
     tile = BytesTile(128, PLANES, 4, 4, 1, 4)
-    tiles = triton.cdiv(n, tile.block_n)
+    tiles = cdiv(n, tile.block_n)
     most = min(528, MAX_PARTS // (tile.block_n * ROWS.value)) if tiles <= MAX_TILES else 0
     splits = [split for split in (2, 4) if k // PLANES % split == 0 and tiles * split <= most]
     return tile._replace(split=max(splits, default=1))
@@ -168,7 +169,7 @@ def multiply_bytes(
     each = min(blocks & -blocks, 4)
     launch(bytes_of_rows, (rows, blocks // each), x, codes, scales, m, k, BLOCKS=each, num_warps=2)
     launch(
-        plane_bytes, (triton.cdiv(n, tile.block_n), tile.split),
+        plane_bytes, (cdiv(n, tile.block_n), tile.split),
         codes, scales, weight.codes.view(torch.int8), weight.scales, bias, y, space.parts, space.arrived,
         m, n, k, k // tile.split, weight.group,
         GATED=gated, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,

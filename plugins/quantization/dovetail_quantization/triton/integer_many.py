@@ -24,6 +24,7 @@ from dovetail.ops.integers import PLANES, Integers
 from dovetail.ops.triton.integers import PLANE, of_groups, planes_of, planes_with_groups
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import Workspace, finish_rows, rows_of
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import MAX_PARTS
 
 _PLAIN = tl.constexpr(INTERPRETED)  # the interpreter has no assembly
@@ -146,9 +147,9 @@ def multiply_many(
     """Write the product of ``x [m, k]`` (16 bits) and a weight ``[n, k]`` whose scales and zero points are float32 to ``y``: ``[m, n]``, ``[m, n / 2]`` if
     ``gated`` (see ``GATE_KINDS``), or float32 ``[split, m, n]`` if ``in_parts``. Mutates ``y`` and ``space``."""
     (m, k), n = x.shape, len(weight.codes)
-    heights, groups = triton.cdiv(m, tile.block_m), planes_with_groups(k, weight.group)
+    heights, groups = cdiv(m, tile.block_m), planes_with_groups(k, weight.group)
     launch(
-        many_plane_rows, (triton.cdiv(n, tile.block_n) * heights, tile.split),
+        many_plane_rows, (cdiv(n, tile.block_n) * heights, tile.split),
         x, weight.codes.view(torch.int16), weight.scales, weight.zeros, bias, y, space.parts, space.arrived,
         m, n, k, heights, weight.group,
         GROUPS=groups, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,

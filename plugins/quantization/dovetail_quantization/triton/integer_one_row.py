@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.integers import PLANES, Integers
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import finish_row, rows_of
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail_quantization.integer_tensors import narrowed
 from dovetail_quantization.triton.one_row import OneRowTile, parts_of
 from dovetail_quantization.triton.packed_rows import byte_sums, rounded
@@ -33,7 +34,7 @@ def one_row_tile(n: int, k: int, group: int, *, in_parts: bool = False) -> OneRo
     split = parts_of(k, in_parts=in_parts)
     if not n or group % PLANES or split is None:
         return None
-    block_k = max(triton.next_power_of_2(k // split), 1024)
+    block_k = max(next_power_of_2(k // split), 1024)
     warps = max(1, min(16, block_k // 512))
     if in_parts:
         return OneRowTile(16, block_k, warps, 4, split)
@@ -172,7 +173,7 @@ def multiply_one(
     launch(
         one_plane_row, tile.grid(n, x.device),
         x.view(torch.int32), weight.codes.view(torch.int32), weight.scales, weight.zeros, bias, y, n, k, k // tile.split, weight.group,
-        triton.cdiv(n, tile.block_n),
+        cdiv(n, tile.block_n),
         BFLOAT16=x.dtype is torch.bfloat16, TILED=weight.scales.dim() == 3, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from dovetail.ops.triton.integers import (
 )
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, finish_rows, rows_of, workspace
+from dovetail.ops.triton.sizes import cdiv
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_ROWS, MAX_TILES
 from dovetail_quantization.integer_tensors import narrowed
 from dovetail_quantization.triton.integer_bytes import BytesTile, bytes_tile, multiply_bytes
@@ -250,13 +251,13 @@ def plain_weight(weight: Integers, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     if weight.bits == 4 and not k % PLANES:
         launch(
-            _plain_planes, (triton.cdiv(n, 64), k // PLANES),
+            _plain_planes, (cdiv(n, 64), k // PLANES),
             codes.view(torch.int16), scales, zeros, out, n, k, weight.group, ZEROS=zeros is not None, BLOCK_N=64,
         )  # fmt: skip
         return out
     block_k = min(weight.group & -weight.group, 128)
     launch(
-        _plain_weight, (triton.cdiv(n, 32), k // block_k),
+        _plain_weight, (cdiv(n, 32), k // block_k),
         codes, scales, zeros, out, n, k, weight.group,
         FOUR=weight.bits == 4, ZEROS=zeros is not None, BLOCK_N=32, BLOCK_K=block_k, num_warps=4,
     )  # fmt: skip
@@ -368,7 +369,7 @@ class IntegerRows:
         else:
             kernel, codes, own = _few_integer_rows, weight.codes, {"FOUR": weight.bits == 4}
         launch(
-            kernel, (triton.cdiv(n, tile.block_n), tile.split),
+            kernel, (cdiv(n, tile.block_n), tile.split),
             x, codes, weight.scales, weight.zeros, bias, y, self._space.parts, self._space.arrived,
             m, n, k, k // tile.split, weight.group,
             **own, ZEROS=weight.zeros is not None, GATED=gated, BIAS=bias is not None,

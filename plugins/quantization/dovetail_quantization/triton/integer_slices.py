@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -30,6 +29,7 @@ from dovetail.ops.integers import PLANES, Integers
 from dovetail.ops.triton.integers import PLANES_BFLOAT16, PLANES_FLOAT16
 from dovetail.ops.triton.launch import INTERPRETED, launch
 from dovetail.ops.triton.matmul import Workspace
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail.ops.triton.tuning import MAX_PARTS
 
 FEWEST_SLICED = 2
@@ -387,6 +387,6 @@ def multiply_slices(
         slice_rows, (tile.programs, tile.split),
         x, weight.codes.view(torch.int16), weight.scales, bias, y, space.parts, space.arrived, m, n, k, tiles,
         WARPS=tile.warps, ROWS=8 if m <= 8 else 16, BLOCKS=tile.blocks, STAGES=tile.stages, SPLIT=tile.split,
-        TILES=triton.next_power_of_2(triton.cdiv(tiles, tile.programs)),
+        TILES=next_power_of_2(cdiv(tiles, tile.programs)),
         GATED=gated, BIAS=bias is not None, IN_PARTS=in_parts, num_warps=tile.warps, registers=tile.registers,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.ops.triton.fp8 import divided, scale_of
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.norm import norm_warps, normed_row
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail_quantization.triton.quantize import empty_codes
 
 
@@ -59,9 +60,9 @@ def quantized_norm(
     assert weight.shape == (width,)
     assert x.stride(1) == total.stride(1) == 1
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
-    codes, scales = empty_codes(x, 1 if size is None else triton.cdiv(width, size))
+    codes, scales = empty_codes(x, 1 if size is None else cdiv(width, size))
     if tokens:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         warps = norm_warps(block, parts)
         block = block if size is None else max(block, size)
         launch(

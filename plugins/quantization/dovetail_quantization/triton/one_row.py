@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 
 from dovetail.ops.triton.launch import processors
+from dovetail.ops.triton.sizes import cdiv
 from dovetail_quantization.triton.packed_rows import PART_COLUMNS
 
 MOST_COLUMNS = 16384
@@ -27,7 +27,7 @@ class OneRowTile(NamedTuple):
     def grid(self, n: int, device: torch.device) -> tuple[int, int]:
         """Return the numbers of programs for the rows of a weight with ``n`` rows, and for the parts of its columns."""
         programs = max(1, self.per_sm * processors(device) // self.split)
-        return min(triton.cdiv(n, self.block_n), programs), self.split
+        return min(cdiv(n, self.block_n), programs), self.split
 
 
 def split_of(k: int) -> int:

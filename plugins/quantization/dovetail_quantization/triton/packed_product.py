@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from dovetail.ops.activation import Activation
 from dovetail.ops.packed_blocks import PackedType, PackedWeight
 from dovetail.ops.triton import packed_plain
 from dovetail.ops.triton.launch import launch
 from dovetail.ops.triton.matmul import GATE_KINDS, workspace
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.triton.one_row import OneRowTile, parts_of
 from dovetail_quantization.triton.packed_rows import few_rows_kernel, one_row_kernel
@@ -38,7 +38,7 @@ def one_row_tile(k: int, packing: PackedType, *, in_parts: bool = False) -> OneR
     split = parts_of(k, in_parts=in_parts)
     if split is None:
         return None
-    block_k = max(triton.next_power_of_2(k // split), 64)
+    block_k = max(next_power_of_2(k // split), 64)
     if packing.bits == 8 and block_k > 8192:
         return OneRowTile(4, block_k, 32, 1, split)
     warps = max(1, min(16, block_k // 1024))
@@ -116,7 +116,7 @@ class PackedRows:
         n, k = self.shape
         launch(
             one_row_kernel, tile.grid(n, x.device),
-            x, *self._sections, bias, y, n, k, k // tile.split, self._words, triton.cdiv(n, tile.block_n),
+            x, *self._sections, bias, y, n, k, k // tile.split, self._words, cdiv(n, tile.block_n),
             **self._constants, GATED=gated, BIAS=bias is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             num_warps=tile.warps,
         )  # fmt: skip
@@ -128,7 +128,7 @@ class PackedRows:
         m, (n, k) = len(x), self.shape
         tile = self.few_rows[m]
         launch(
-            few_rows_kernel, (triton.cdiv(n, tile.block_n), tile.split),
+            few_rows_kernel, (cdiv(n, tile.block_n), tile.split),
             x, *self._sections, bias, y, self._space.parts, self._space.arrived,
             m, n, k, tile.span, self._words, y.stride(-2),
             **self._constants, GATED=gated, BIAS=bias is not None, EVEN=tile.span * tile.split == k,

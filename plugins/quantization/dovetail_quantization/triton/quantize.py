@@ -13,6 +13,7 @@ from dovetail.interfaces.quantization import Activation
 from dovetail.ops.triton.activation import gelu_tanh
 from dovetail.ops.triton.fp8 import divided, scale_of
 from dovetail.ops.triton.launch import INTERPRETED, launch
+from dovetail.ops.triton.sizes import cdiv, next_power_of_2
 
 BLOCK = 4096
 _STATIC_BLOCK = 1024
@@ -77,8 +78,8 @@ def quantize_static(
     tokens, width = len(x), _width(x, gate)
     out, scales = empty_codes(x, 1, width)
     if tokens:
-        block = min(_STATIC_BLOCK, triton.next_power_of_2(width))
-        grid = (tokens, triton.cdiv(width, block))
+        block = min(_STATIC_BLOCK, next_power_of_2(width))
+        grid = (tokens, cdiv(width, block))
         launch(_quantize_static, grid, x, static, out, scales, width, GATE=_kind(gate), BLOCK=block)
     return out.to(torch.float8_e4m3fn), scales
 
@@ -111,10 +112,10 @@ def quantize(
     assert x.is_contiguous()
     tokens, width = len(x), _width(x, gate)
     size = width if size is None else size
-    groups = triton.cdiv(width, size)
+    groups = cdiv(width, size)
     out, scales = empty_codes(x, groups, width)
     if tokens:
-        block = min(BLOCK, triton.next_power_of_2(size))
+        block = min(BLOCK, next_power_of_2(size))
         launch(
             _quantize,
             (tokens, groups),

@@ -3,9 +3,8 @@ for each number of rows."""
 
 from __future__ import annotations
 
-import triton
-
 from dovetail.ops.integers import PLANES
+from dovetail.ops.triton.sizes import next_power_of_2
 from dovetail.ops.triton.tuning import MAX_PARTS, MAX_TILES
 from dovetail_quantization.triton.integer_rows import IntegerTile
 from dovetail_quantization.triton.one_row import OneRowTile, parts_of
@@ -23,7 +22,7 @@ def one_row_tile(n: int, k: int, *, in_parts: bool = False) -> OneRowTile | None
     split = parts_of(k, in_parts=in_parts)
     if not n or split is None:
         return None
-    block_k = max(triton.next_power_of_2(k // split), 1024)
+    block_k = max(next_power_of_2(k // split), 1024)
     warps = max(1, min(16, block_k // 512))
     if in_parts:
         return OneRowTile(8, block_k, warps, 6, split)
