@@ -26,6 +26,7 @@ from dovetail.ops.triton.decode import (
     paged_decode,
     tiling,
 )
+from dovetail.ops.triton.sizes import next_power_of_2
 from dovetail_attention.triton import tiles
 from dovetail_attention.triton.attend import PartialResults, attend
 from dovetail_attention.triton.expanded import ExpandedPrompts
@@ -45,18 +46,17 @@ read the same pages find most of them in the L2 cache, at about 6 TB/s on H200: 
 take up to 11 us longer in each layer if they share, and those that save 250 MB are 12 us faster."""
 
 EVEN, UNEVEN = 0, 1
-"""The variants of decode steps. ``EVEN`` reads all rows in the same number of parts, which is a seventh faster if the
-rows have similar lengths. ``UNEVEN`` uses a schedule. For few rows it reads each row in as many parts as fill the
-device instead, with more bytes in flight than ``EVEN``: this is faster for long contexts too (H200: one row of 32,768
-keys takes 43 us per layer instead of 55)."""
+"""The variants of decode steps. ``EVEN`` reads all rows in the same number of parts, which is a seventh faster if the rows have similar lengths.
+``UNEVEN`` uses a schedule. For few rows it reads each row in as many parts as fill the device instead, with more bytes in flight than ``EVEN``: this is
+faster for long contexts too (H200: one row of 32,768 keys takes 43 us per layer instead of 55)."""
 
 SECONDS_PER_KEY = {LARGE_TILE: 30e-9, LARGE_TILE_8_BITS: 30e-9, MIDDLE_TILE: 42e-9, SMALL_TILE: 63e-9}
 OTHER_SECONDS_PER_KEY = 42e-9
 BYTES_PER_SECOND = 4e12
-EVEN_SLACK, UNDIVIDED_SLACK = 8e-6, 16e-6
-"""Numbers for the choice of the variant (H200, head_dim 128, 16 bits). A single program takes ``SECONDS_PER_KEY`` of its tile for each key of one
-head, and ``OTHER_SECONDS_PER_KEY`` for keys of other sizes. The whole device reads ``BYTES_PER_SECOND``. If a step waits longer than
-``EVEN_SLACK`` for its longest rows, or few rows in one part than ``UNDIVIDED_SLACK``, a schedule is worth the time that it takes."""
+EVEN_SLACK, UNDIVIDED_SLACK, PROJECTED_SLACK = 8e-6, 16e-6, {16: 3e-6, 32: 12e-6}
+"""Numbers for the choice of the variant (H200, head_dim 128, 16 bits). A single program takes ``SECONDS_PER_KEY`` of its tile for each key of one head,
+``OTHER_SECONDS_PER_KEY`` for keys of other sizes. The whole device reads ``BYTES_PER_SECOND``. If a step waits longer for its longest rows than this slack
+(few rows in one part: ``UNDIVIDED_SLACK``; ``forward_projected``: by the number of rows times key heads), ``UNEVEN`` is worth its time."""
 
 LONG_BYTES = 64 << 20
 """The bytes of KV of a layer from which on few rows are read by ``UNEVEN``. With fewer bytes, its programs would hold shared memory in which the next kernel fetches its weights."""
@@ -68,15 +68,13 @@ FEW_LATENT_ROWS = 4
 
 SHARED_PAIRS = 64
 """The number of pairs of a row and a head that read a shared prefix together."""
-
 ROWS_PER_GROUP = 16
 """The group size for which launches for shared prefixes are sized. If groups are smaller, programs compute several items."""
 
 CPU_PROCESSORS = 2
 
 CHUNK = 256
-"""The number of keys of a chunk with ``batch_invariant``. Shorter chunks would keep the device busier with few rows, and
-make the merge longer."""
+"""The number of keys of a chunk with ``batch_invariant``. Shorter chunks would keep the device busier with few rows, and make the merge longer."""
 INVARIANT_PAIRS = 64
 """The number of pairs of a query and a head in the only tile that ``batch_invariant`` uses."""
 CUT_TOKENS, CUT_BYTES = 64, 128 << 20
@@ -209,7 +207,9 @@ class TritonAttention(AttentionBackend):
         rows = next((size for size in self._sizes if size >= len(lens)), len(lens))
         parts, tiles = decode_splits(rows, self._kv_heads, self._processors, self._measured), rows * self._kv_heads
         tile = tiling(self._row_bytes, self._key_bytes, tiles, self._processors, eight_bits=self._eight_bits)
+        slack = EVEN_SLACK
         if projects and tiles <= decode_projected.MOST_TILES and self._few(rows):
+            slack = PROJECTED_SLACK.get(next_power_of_2(tiles), EVEN_SLACK)
             projected = decode_projected.tile_of(tiles, self._group)
             tile = LARGE_TILE if projected.more_keys == LARGE_TILE.keys else MIDDLE_TILE
             parts = projected.splits - 1  # without the part of the token itself
@@ -221,8 +221,8 @@ class TritonAttention(AttentionBackend):
             if busy < len(keys):  # until this number of places is left, all share the bandwidth
                 keys = np.partition(keys, -busy - 1)[-busy - 1 :]
                 keys = keys - keys[0]
-        few = tiles <= FEW_TILES * self._processors and self._measured and not self._eight_bits
-        slack = UNDIVIDED_SLACK if few and parts == 1 else EVEN_SLACK
+        if parts == 1 and tiles <= FEW_TILES * self._processors and self._measured and not self._eight_bits:
+            slack = UNDIVIDED_SLACK
         return int(keys.max()) / parts * seconds - int(keys.sum()) * each >= slack
 
     def _few(self, rows: int) -> bool:
