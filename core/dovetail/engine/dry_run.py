@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.engine.captures import NO_UPDATES
 from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.states import padding
+from dovetail.interfaces.attention import AttentionLayer
 from dovetail.layers.states import StepStates
 from dovetail.ops.sampling import Filters, sample
 from dovetail.types import Attends, Batch
@@ -23,16 +25,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from dovetail.engine.grouped import Pools
-    from dovetail.interfaces.attention import AttentionBackend, AttentionLayer, ProjectedRows
+    from dovetail.interfaces.attention import AttentionBackend, ProjectedRows
     from dovetail.interfaces.model import ModelArchitecture
 
 
+SIMILAR_LAYERS = 4
+"""The largest step is measured over twice this number of attention and state operations if each further layer of the model
+is like one of the first this many: a layer has one or two such operations, and takes the memory of the one before it."""
+
+
 @torch.inference_mode()
-def dry_run(model: ModelArchitecture, backend: AttentionBackend, pool: Pools, lens: list[int], rows: int) -> None:
+def dry_run(
+    model: ModelArchitecture,
+    backend: AttentionBackend,
+    pool: Pools,
+    lens: list[int],
+    rows: int,
+    layers: int | None = None,
+) -> None:
     """Run prompts of ``lens`` tokens in one step, and sample ``rows`` rows with every filter. The step reads and writes
-    only page 0 of ``pool``. ``backend`` must have been built for ``pool``."""
+    only page 0 of ``pool``. ``backend`` must have been built for ``pool``. With ``layers``, run the first layers only
+    (see ``first_layers``)."""
     batch = prompts(backend, pool, lens)
-    hidden = model.forward(batch)
+    hidden = model.forward(batch) if layers is None else first_layers(model, batch, layers)
     logits = model.logits(hidden.new_zeros(rows, hidden.shape[1]))
     sample(logits, every_filter(rows, pool.device), torch.full((rows,), 0.5, dtype=torch.float64, device=pool.device))
 
@@ -79,6 +94,29 @@ def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend:
         return end.like.new_zeros(len(batch.input_ids), model.info.hidden_size)
     finally:
         own.attn = attn
+
+
+def measured_layers(module: nn.Module) -> int | None:
+    """Return the number of layers (see ``first_layers``) in which a step of a model allocates as much memory as in all of
+    them, or None if that is not known: some layer has modules, parameters or a kind of attention that the first
+    ``SIMILAR_LAYERS`` do not have."""
+    stacks = (list(one) for one in module.modules() if isinstance(one, nn.ModuleList))
+    layers = next((stack for stack in stacks if len(stack) > 2 * SIMILAR_LAYERS), [])
+    kinds = [_kind(layer) for layer in layers]
+    return 2 * SIMILAR_LAYERS if kinds and all(kind in kinds[:SIMILAR_LAYERS] for kind in kinds) else None
+
+
+def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
+    """Return what layers have in common whose forward passes take the same memory."""
+    return [
+        (
+            name,
+            type(module),
+            [(own, value.shape, value.dtype) for own, value in module.named_parameters(recurse=False)],
+            [(value.window, value.soft_cap) for value in vars(module).values() if isinstance(value, AttentionLayer)],
+        )
+        for name, module in layer.named_modules()
+    ]
 
 
 class ZeroedMemory(TorchDispatchMode):
