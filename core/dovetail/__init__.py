@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dovetail import lang
+from dovetail.garbage import pause_collections
 
 if TYPE_CHECKING:
     from dovetail.config import Config, config_hash, load_config
@@ -152,7 +153,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("dovetail")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    with pause_collections():
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

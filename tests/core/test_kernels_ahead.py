@@ -36,6 +36,7 @@ from dovetail.ops.triton import (
 )
 from dovetail.ops.triton.ahead import KernelsAhead
 from dovetail.ops.triton.compile_worker import AbsentDevice, Task, WaitingTasks
+from dovetail.ops.triton.driver import start_triton
 from dovetail.ops.triton.kernel_cache import cache_directory
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import ProductTile
@@ -61,9 +62,11 @@ def device(monkeypatch, tmp_path):
     )
     before = driver._active
     driver.set_active(AbsentDevice(90))
+    start_triton.cache_clear()
     forget()
     yield tmp_path
     forget()
+    start_triton.cache_clear()
     driver._active = before
     assert knobs.runtime.jit_cache_hook is None, "the hook outlives what it was needed for"
 
@@ -440,7 +443,7 @@ def test_what_launches_kernels_is_made_on_the_device_of_the_engine(device, monke
         driver.active, "get_current_target", lambda: asked.append(getattr(current, "device", torch.device("cuda", 0)))
     )
     ahead = KernelsAhead(90, "ranks", 1, torch.device("cuda", 1))
-    assert ahead._driver_made.wait(SECONDS)
+    ahead.wait_for_triton()
     ahead.close()
     assert asked == [torch.device("cuda", 1)]
 

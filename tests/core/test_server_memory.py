@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from dovetail.config.server import LimitsSection
+from dovetail.garbage import pause_collections
 from dovetail.server import connections
 from dovetail.server.connections import Connection, ConnectionGuard, ConnectionState
-from dovetail.server.memory import pause_collections
 
 DEFERRED = """
 import gc

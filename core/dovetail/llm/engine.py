@@ -17,6 +17,7 @@ from dovetail.chat.requests import plain_message, read_tool_choice, read_tools, 
 from dovetail.config import Config, dump
 from dovetail.config.adapters import ADAPTER_NAME
 from dovetail.errors import ConfigError, EngineError, RequestError
+from dovetail.garbage import pause_collections
 from dovetail.generation.expansion import expand
 from dovetail.generation.prompts import PromptHooks, load_prompt_hooks
 from dovetail.llm.arguments import (
@@ -48,7 +49,7 @@ from dovetail.messages import (
     TokenOutput,
     UnloadAdapterMsg,
 )
-from dovetail.ops.compiled_files import remove_cut_kernels
+from dovetail.ops.start import prepare_kernels
 from dovetail.registry.candidates import call_hook
 from dovetail.registry.machine import Machine
 from dovetail.registry.resolver import resolve
@@ -78,8 +79,6 @@ class LLM:
         config_file: str | Path | None = None,
         **sections: Any,
     ) -> None:
-        from dovetail.loop import Loop
-
         if isinstance(model, str | os.PathLike):
             sections["model"] = with_path(sections.get("model", {}), os.fspath(model))
         elif model is not None and not isinstance(model, Config):
@@ -90,14 +89,16 @@ class LLM:
         elif model is not None:
             sections = {**dump(model), **sections}
         files = [Path(config_file)] if config_file else []
-        config, registry = setup(files, env=os.environ, arguments=sections)
+        with pause_collections():
+            from dovetail.loop import Loop
+
+            config, registry = setup(files, env=os.environ, arguments=sections)
+            machine = Machine.detect(config.device)
+            prepare_kernels(machine.device, config.parallel.tp)
+            self.resolved = resolve(config, registry, machine)
+            has_tokenizer = config.model.tokenizer or (self.resolved.model_dir / "tokenizer.json").is_file()
+            self.tokenizer = load_tokenizer(config) if has_tokenizer else None
         self._config, self._registry = config, registry
-        machine = Machine.detect(config.device)
-        if machine.device_type == "cuda":
-            remove_cut_kernels()
-        self.resolved = resolve(config, registry, machine)
-        has_tokenizer = config.model.tokenizer or (self.resolved.model_dir / "tokenizer.json").is_file()
-        self.tokenizer = load_tokenizer(config) if has_tokenizer else None
         self.loop = Loop(self.resolved, self.tokenizer)
         call_hook(self.resolved.hooks, "on_engine_start", info=self.loop.info)
         self._defaults: dict[str, Any] = dict(self.resolved.sampling_defaults)
@@ -122,11 +123,10 @@ class LLM:
         ``params`` is one for all prompts or one for each, and ``sampling_params`` another name for it. A mapping with the names of
         ``SamplingParams``, vLLM or SGLang is accepted too; what it does not set has the value of ``get_default_sampling_params``,
         and so have prompts without params. A ``SamplingParams`` states all values itself. ``group`` declares that the prompts have a common prefix, which is
-        computed once and kept until ``group_size`` outputs have started (by default the number of outputs of this call). The
-        outputs of one prompt form a group in any case. ``session`` keeps the text of the only output in the cache for the next
-        call. ``adapter`` is the name of an adapter (LoRA), or one for each prompt (None: no adapter); an object with ``lora_name``
-        and ``lora_path``, as vLLM's ``LoRARequest``, is loaded first if it is not known. Raises ``RequestError`` if a request is refused, before or while the others run (they are aborted), and
-        ``EngineError`` if a step failed.
+        computed once and kept until ``group_size`` outputs have started (by default the number of outputs of this call). The outputs of
+        one prompt form a group in any case. ``session`` keeps the text of the only output in the cache for the next call. ``adapter`` is the name of an adapter (LoRA), or one for each prompt (None: no adapter); an object with ``lora_name``
+        and ``lora_path``, as vLLM's ``LoRARequest``, is loaded first if it is not known. Raises ``RequestError`` if a request is refused,
+        before or while the others run (they are aborted), and ``EngineError`` if a step failed.
         """
         many = prompt_list(prompts)
         each = params_of_each(one_of(params, sampling_params), len(many), self._defaults)

@@ -66,6 +66,7 @@ class Loop:
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
         gc.unfreeze()  # so that an earlier loop, which was closed, and its pool are collected
         gc.collect()
+        gc.freeze()  # modules stay: the collections in ``Engine`` need not visit them
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self.executor = build_executor(resolved, eos)

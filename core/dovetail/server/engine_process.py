@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.garbage import pause_collections
 from dovetail.messages import (
     Answer,
     CommandReply,
@@ -35,7 +36,6 @@ from dovetail.messages import (
     decode_to_engine,
     encode,
 )
-from dovetail.server.memory import pause_collections
 from dovetail.tokenizer import load_tokenizer
 from dovetail.waiting_threads import limit_spinning
 
@@ -86,15 +86,14 @@ def open_loop(config: Config) -> Iterator[EngineLoop]:
     """Load the plugins, resolve the components and build the loop. This imports torch. Raises ``DovetailError``."""
     with pause_collections():
         from dovetail.loop import Loop
-        from dovetail.ops.compiled_files import remove_cut_kernels
+        from dovetail.ops.start import prepare_kernels
         from dovetail.registry.candidates import call_hook
         from dovetail.registry.loader import load_plugins
         from dovetail.registry.machine import Machine
         from dovetail.registry.resolver import resolve
 
         machine = Machine.detect(config.device)
-        if machine.device_type == "cuda":
-            remove_cut_kernels()
+        prepare_kernels(machine.device, config.parallel.tp)
         resolved = resolve(config, load_plugins(config.plugins), machine)
         tokenizer = load_tokenizer(config)
     loop = Loop(resolved, tokenizer)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _FREE_BYTES = 16 * 2**20
 
@@ -25,19 +23,6 @@ def defer_collections() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], _LATEST)
-
-
-@contextmanager
-def pause_collections() -> Iterator[None]:
-    """Collect no garbage while a process imports what it runs. Modules stay, and each full collection would visit all that are
-    loaded, those of torch included."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def collect_if_due() -> None:

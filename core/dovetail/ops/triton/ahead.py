@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+from dovetail.ops.triton.driver import start_triton
 from dovetail.ops.triton.kernel_cache import cache_directory, kernels_of_mark, mark_file, write_mark
 from dovetail.ops.triton.launch import INTERPRETED
 
@@ -74,24 +75,6 @@ class KernelCounts(NamedTuple):
     failed: int = 0
 
 
-def _prepare_triton(made: threading.Event, device: torch.device | None) -> None:
-    """Have Triton make what launches kernels on ``device`` (with an empty cache, this compiles C) and set ``made``. Then
-    have it read its own files, whose digest is part of the key of each kernel in its cache and takes most of a second."""
-    try:
-        from triton.runtime import driver
-
-        with suppress(Exception):  # the first launch raises what is wrong
-            if device is not None:
-                torch.cuda.set_device(device)  # that of a new thread is the first device
-            driver.active.get_current_target()
-    finally:
-        made.set()
-    with suppress(ImportError, OSError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
 class KernelsAhead:
     """Compile the kernels that are noted. Noting and loading are for one thread; kernels may be launched by any thread.
 
@@ -123,15 +106,12 @@ class KernelsAhead:
         self._mode: tuple[int, str] | None = None  # the thread that notes or loads, and which of these it does
         self._complete, self._settings = mark_file(capability, what), settings
         self._kernels_before = kernels_of_mark(self._complete, settings) if settings else 0
-        self._driver_made = threading.Event()
         self._releasing = self._closed = False
         self._began = time.perf_counter()
-        self._active = not INTERPRETED and self._hooked(None, self._hook)
-        if self._active:
-            if not self._complete.exists():
-                self.start()
-            given = self._driver_made, device
-            threading.Thread(target=_prepare_triton, args=given, name="triton-driver", daemon=True).start()
+        self._triton = None if INTERPRETED else start_triton(device)
+        self._active = self._triton is not None and self._hooked(None, self._hook)
+        if self._active and not self._complete.exists():
+            self.start()
 
     # -- noting ------------------------------------------------------------------------------------------------------
 
@@ -154,8 +134,8 @@ class KernelsAhead:
     def _instead(self, mode: str) -> Iterator[None]:
         from triton.runtime.jit import JITFunction
 
-        if self._active:
-            self._driver_made.wait()
+        if self._triton is not None:
+            self._triton.wait_for_driver()
         owner = threading.get_ident()
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -180,6 +160,11 @@ class KernelsAhead:
                 yield
             finally:
                 self._mode, JITFunction.run, JITFunction._do_compile = None, original, compile_kernel
+
+    def wait_for_triton(self) -> None:
+        """Wait until Triton can load kernels. A thread that launched one earlier would do what another does already."""
+        if self._triton is not None:
+            self._triton.wait()
 
     @property
     def is_active(self) -> bool:

@@ -33,6 +33,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 from triton.runtime import driver
 
+from dovetail.ops.triton.digest import use_kept_digest
+
 NICENESS = 5
 """Requests come first: the processes leave the processors to the engine if there are not enough of them."""
 
@@ -149,6 +151,7 @@ def main(capability: int, processes: int, modules: str) -> None:
     sys.meta_path.insert(0, _NoTorch())
     for module in modules.split(","):
         importlib.import_module(module)
+    use_kept_digest()
     fork = get_context("fork")
     with ProcessPoolExecutor(
         processes, mp_context=fork, initializer=prepare, initargs=(capability, os.getpid())
