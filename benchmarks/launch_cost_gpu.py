@@ -23,7 +23,7 @@ ROUNDS = 40
 
 
 def microseconds(run: Callable[[], object]) -> float:
-    """Return the host time of one call of ``run`` among ``LAUNCHES``, which the device has room to queue."""
+    """Return the host time of one call of ``run`` among ``LAUNCHES``, which the device can queue."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(LAUNCHES):

@@ -328,6 +328,27 @@ def test_a_failed_capture_is_repeated_and_leaves_the_others_usable(pools, invali
     assert recorder.record(lambda: "later", loaded=True)[1] == "later", "all earlier graphs are gone"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_loads_a_step_runs_before_the_capture_and_the_step_only_before_a_second_one(pools, fails):
+    recorder, calls = PoolRecorder(), []
+
+    def load():
+        calls.append(("load", pools.capturing))
+
+    def step():
+        calls.append(("step", pools.capturing))
+        if fails and pools.capturing and calls.count(("step", True)) == 1:
+            raise RuntimeError("a kernel that the first layers do not launch")
+        return "result"
+
+    again = [("load", False), ("step", False), ("step", True)] if fails else []
+    assert recorder.record(step, load)[1] == "result"
+    assert calls == [("load", False), ("step", True), *again]
+    calls.clear()
+    recorder.record(step, load, loaded=True)
+    assert calls == [("step", True), *again]
+
+
 def test_no_garbage_is_collected_during_a_capture(pools):
     recorder, seen = PoolRecorder(), []
 

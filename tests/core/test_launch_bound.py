@@ -15,7 +15,7 @@ import torch
 from dovetail import LLM
 from dovetail.engine.build import build_model
 from dovetail.engine.needs import GraphNeeds, affordable_pieces
-from dovetail.engine.pieces import launch_bound
+from dovetail.engine.pieces import launch_bound, step_seconds
 from dovetail.interfaces.cache import CacheGroup
 from dovetail.interfaces.mesh import SINGLE
 from dovetail.interfaces.mixer_shapes import StateShape
@@ -69,7 +69,7 @@ def mixtral():
 
 
 def bound(kind, info, mesh=SINGLE, quantization=None):
-    return launch_bound(build_model(kind, info, META, torch.bfloat16, mesh, quantization), mesh)
+    return launch_bound(step_seconds(build_model(kind, info, META, torch.bfloat16, mesh, quantization), mesh))
 
 
 def fp8():
@@ -108,7 +108,7 @@ class OnlyVocabulary(torch.nn.Module):
 
 def test_a_model_that_multiplies_with_nothing_is_launch_bound():
     model: Any = OnlyVocabulary(llama(4096, 14336, 32))
-    assert launch_bound(model, SINGLE) == 2048
+    assert launch_bound(step_seconds(model, SINGLE)) == 2048
 
 
 def test_weights_of_one_byte_are_multiplied_at_twice_the_rate():

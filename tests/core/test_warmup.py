@@ -17,7 +17,8 @@ from dovetail import LLM
 from dovetail.engine import engine
 from dovetail.engine.captures import NO_UPDATES, larger_sizes
 from dovetail.engine.graphs import GraphKey
-from dovetail.engine.warmup import BUSY_TOKENS, LAYERS, VARIANTS, WarmUp, likely_keys
+from dovetail.engine.pieces import StepSeconds
+from dovetail.engine.warmup import BUSY_TOKENS, LARGE_STEPS, LAYERS, VARIANTS, WarmUp, likely_keys
 from dovetail.errors import RankLostError, WeightsError
 from dovetail.interfaces.expert_shapes import ExpertsShape, RoutingRule
 from dovetail.interfaces.experts import ExpertsBackend
@@ -29,6 +30,7 @@ from dovetail.testing.ranks import run_ranks, thread_meshes
 from dovetail.types import Batch
 
 SIZES = [1, 2, 4, 8]
+SECONDS = StepSeconds(token=1e-5, launch=1e-2)
 
 
 class FakeKernels:
@@ -41,6 +43,9 @@ class FakeKernels:
 
     def has_compiled(self, position):
         return self.compiled
+
+    def wait_for_triton(self):
+        assert self.mode is None
 
     @contextmanager
     def noting(self):
@@ -116,7 +121,7 @@ def step(tokens, num_extend=1):
 
 def test_with_compiled_kernels_steps_are_captured_at_the_start():
     warm_up, graphs = make(True)
-    assert warm_up.start(graphs)
+    assert warm_up.start(graphs, SECONDS, 512)
     assert [key for what, key in graphs.events if what == "capture"] == [
         GraphKey(rows, shared) for rows in (8, 4, 2, 1) for shared in (False, True)
     ]
@@ -126,10 +131,25 @@ def test_with_compiled_kernels_steps_are_captured_at_the_start():
     assert len(graphs.captured) == 8
 
 
+@pytest.mark.parametrize(("factor", "ranks"), [(0.99, 1), (1.01, 1), (1.01, 2)])
+def test_large_models_capture_steps_with_shared_prefixes_when_they_are_needed(factor, ranks):
+    """Ranks of one model capture nothing between steps, and so capture all at the start."""
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=ranks, rank=0, agree=lambda ok: ok))
+    warm_up, graphs = make(True, mesh)
+    chunk = 1000
+    assert warm_up.start(graphs, StepSeconds(factor * LARGE_STEPS / chunk, 1.0), chunk)
+    shared = (False,) if factor > 1 and ranks == 1 else (False, True)
+    assert [key for what, key in graphs.events if what == "capture"] == [
+        GraphKey(rows, shares) for rows in (8, 4, 2, 1) for shares in shared
+    ]
+    warm_up.between_steps(graphs, step(10**6))
+    assert len(graphs.captured) == 4 * len(shared)
+
+
 def test_steps_without_their_attention_are_run_before_they_are_captured():
     """A backend without attention.rehearsal makes its plan in a run, which must not be the one that is captured."""
     warm_up, graphs = make(True, attends=False)
-    assert warm_up.start(graphs)
+    assert warm_up.start(graphs, SECONDS, 512)
     assert len(graphs.captured) == 8
     assert not graphs.loaded
 
@@ -154,7 +174,7 @@ def test_experts_of_backends_without_rehearsal_are_left_out_where_kernels_are_no
             warm_up.leave_out_experts(layer)
         graphs.rehearse = lambda key, layers, *, attend: seen.append(layer.product.describe) or torch.zeros(key.rows, 8)
         assert warm_up._note(lambda: seen.append(layer.product.describe))
-        assert warm_up.start(graphs)
+        assert warm_up.start(graphs, SECONDS, 512)
         assert set(seen) == {"left out" if leaves_out else "own"}
         assert bool(graphs.loaded) != leaves_out
         warm_up, _ = make(False)
@@ -168,7 +188,7 @@ def test_experts_of_backends_without_rehearsal_are_left_out_where_kernels_are_no
 
 def test_without_kernels_nothing_is_captured_until_they_are_compiled():
     warm_up, graphs = make(False)
-    assert not warm_up.start(graphs)
+    assert not warm_up.start(graphs, SECONDS, 512)
     warm_up.between_steps(graphs, step(BUSY_TOKENS))
     assert graphs.events == []
     warm_up._kernels.compiled = True
@@ -187,7 +207,7 @@ def test_without_kernels_nothing_is_captured_until_they_are_compiled():
 
 def test_what_fails_is_left_to_the_steps_that_need_it(caplog):
     warm_up, graphs = make(True, impossible=(4,), broken=(2,))
-    assert warm_up.start(graphs)
+    assert warm_up.start(graphs, SECONDS, 512)
     assert graphs.captured == [8, 8, 2, 2, 1, 1]
     assert graphs.refused == {GraphKey(4, False), GraphKey(4, True)}
     assert GraphKey(2, False) not in graphs.loaded, "its kernels are not loaded, so that its capture must run it first"
@@ -201,7 +221,7 @@ def test_ranks_capture_the_same_steps(others):
     asked = []
     mesh = SimpleNamespace(tp=SimpleNamespace(size=2, rank=0, agree=lambda ok: asked.append(ok) or (ok and others)))
     warm_up, graphs = make(True, mesh)
-    assert warm_up.start(graphs) == others
+    assert warm_up.start(graphs, SECONDS, 512) == others
     assert asked == [True, *([True] * 8 if others else [])], "each step that is loaded must be loaded on all ranks"
     expected = [8, 8, 4, 4, 2, 2, 1, 1] if others else []
     assert graphs.captured == expected
@@ -209,7 +229,7 @@ def test_ranks_capture_the_same_steps(others):
     assert graphs.captured == expected
     asked.clear()
     warm_up, graphs = make(False, mesh)
-    assert not warm_up.start(graphs)
+    assert not warm_up.start(graphs, SECONDS, 512)
     assert asked == [False], "a rank that is not ready must report it to the others"
 
 
@@ -220,7 +240,7 @@ def test_ranks_stop_if_a_step_fails_on_some_of_them_only(broken):
 
     def run(mesh):
         warm_up, graphs = make(True, mesh, broken=(4,) if broken[mesh.tp.rank] else ())
-        warm_up.start(graphs)
+        warm_up.start(graphs, SECONDS, 512)
         return graphs.loaded
 
     if all(broken):
@@ -287,7 +307,7 @@ def test_steps_whose_kernels_are_known_are_captured_at_the_start_without_being_n
     warm_up._kernels.is_known, warm_up._kernels.counts = True, KernelCounts(9, 9)
     warm_up.note_decode(graphs)
     assert "9 of 9 Triton kernels are in nowhere" in caplog.text
-    assert warm_up.start(graphs)
+    assert warm_up.start(graphs, SECONDS, 512)
     assert sorted(graphs.captured) == sorted(2 * SIZES)
     assert {what for what, _ in graphs.events} == {"load", "capture"}
 
@@ -363,7 +383,7 @@ def test_likely_steps_are_captured_while_other_kernels_are_compiled(monkeypatch)
 
     monkeypatch.setattr(graphs, "rehearse", noted)
     warm_up.note_decode(graphs)
-    assert not warm_up.start(graphs), "it captures only if all kernels are compiled"
+    assert not warm_up.start(graphs, SECONDS, 512), "it captures only if all kernels are compiled"
     for done in range(1 + 2 * len(SIZES)):
         kernels.done = done
         for _ in range(2):

@@ -51,7 +51,8 @@ class Replayed:
     def wait(self):
         pass
 
-    def record(self, step, *, loaded=False):
+    def record(self, step, load=None, *, loaded=False):
+        (load or step)()
         result = step()
         return SimpleNamespace(replay=lambda: result.copy_(step())), result
 
@@ -441,7 +442,7 @@ class WithTokens(Replayed):
     def __init__(self, tokens, device, mesh):
         self.tokens = tokens
 
-    def record(self, step, *, loaded=False):
+    def record(self, step, load=None, *, loaded=False):
         captured = self.tokens.current, self.tokens.own
 
         def again():
@@ -451,7 +452,7 @@ class WithTokens(Replayed):
             self.tokens.current, self.tokens.own = before
             return result
 
-        return super().record(again, loaded=loaded)
+        return super().record(again, load, loaded=loaded)
 
 
 @pytest.mark.full

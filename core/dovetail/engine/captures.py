@@ -187,15 +187,15 @@ class GraphRecorder:
         self._warm = False  # whether something has run on the recorder's stream, which allocates its workspaces
 
     def record(
-        self, step: Callable[[], torch.Tensor], *, loaded: bool = False
+        self, step: Callable[[], torch.Tensor], load: Callable[[], object] | None = None, *, loaded: bool = False
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Run ``step``, so that everything that it needs is compiled and loaded, and then capture it. Return the graph
-        and the result of the captured run. With ``loaded``, everything is loaded already, and ``step`` does not run
-        before the capture. The host does not wait for the device, and memory that is free stays reserved, so that other
+        """Run ``load`` (by default ``step``), so that everything that ``step`` needs is compiled and loaded, and then capture
+        ``step``. Return the graph and the result of the captured run. With ``loaded``, everything is loaded already, and nothing
+        runs before the capture. The host does not wait for the device, and memory that is free stays reserved, so that other
         steps are hardly delayed. If the capture fails, on this rank or on another, give free memory back to the device,
-        run ``step``, and capture it once more: the collectives of ``step`` must run on all ranks or on none."""
+        run ``load`` and ``step``, and capture once more: the collectives of ``step`` must run on all ranks or on none."""
         if not (loaded and self._warm):
-            self.warm_up(step)
+            self.warm_up(load or step)
         captured = None
         try:
             captured = self._capture(step)
@@ -208,6 +208,8 @@ class GraphRecorder:
         captured = None  # frees what this rank has captured
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+        if load is not None:
+            self.warm_up(load)
         self.warm_up(step)
         return self._capture(step)
 

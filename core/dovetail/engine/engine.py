@@ -28,7 +28,7 @@ from dovetail.engine.needs import GraphNeeds, affordable_pieces, captures_trees,
 from dovetail.engine.outputs import fetched, step_result
 from dovetail.engine.own_rows import OwnRowsOfSteps
 from dovetail.engine.penalties import TokenCounts
-from dovetail.engine.pieces import PiecewiseGraphs, launch_bound
+from dovetail.engine.pieces import PiecewiseGraphs, launch_bound, step_seconds
 from dovetail.engine.processors import RowProcessors
 from dovetail.engine.runners import DecodeGraphRunner, EagerRunner, EagerSampler, Launched, Runner, VerifyGraphRunner
 from dovetail.engine.sampler import Sampler
@@ -165,7 +165,7 @@ class Engine:
 
     def _useful_pieces(self) -> int:
         """Return the number of tokens up to which this rank should capture steps with prompts."""
-        tokens = launch_bound(self.model, self.mesh)
+        tokens = launch_bound(step_seconds(self.model, self.mesh))
         if self.device.type == "cpu":
             return tokens
         memory = torch.cuda.mem_get_info(self.device)[0] * self._config.memory.fraction
@@ -321,7 +321,7 @@ class Engine:
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps", self.mesh)
         else:
-            self.warm_up.start(graphs)
+            self.warm_up.start(graphs, step_seconds(self.model, self.mesh), config.scheduler.chunk)
         return graphs
 
     def _build_pieces(self, config: Config) -> PiecewiseGraphs | None:

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOADING_LAYERS = 8
+"""The number of layers that run before a step is captured. They launch all kernels of most models; otherwise the capture may fail, and
+is repeated after the whole step has run (see ``GraphRecorder.record``)."""
+
 
 @dataclass(slots=True, eq=False)
 class DecodeGraph:
@@ -197,8 +201,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
-        """Capture the step of ``key`` and return its graph. The host needs about the time in which it launches the step
-        twice."""
+        """Capture the step of ``key`` and return its graph. The host needs little more than the time in which it launches the
+        step: before the capture only the first layers run, which load the kernels."""
         start = time.perf_counter()
         batch, tensors, own = self._planned(key)
 
@@ -211,9 +215,15 @@ class DecodeGraphs:
                 self._load.add(batch)
             return self._model.logits(hidden)
 
-        self._staging.send(pack(self._padding(key)))
+        def load() -> None:
+            self._staging.send(pack(self._padding(key)))
+            if self._load is None:
+                self._first_layers(batch, tensors, own, LOADING_LAYERS)
+            else:  # it counts the experts of all layers
+                step()
+
         with self._with_adapters(key):
-            forward, logits = self._recorder.record(step, loaded=key in self.loaded)
+            forward, logits = self._recorder.record(step, load, loaded=key in self.loaded)
         graph = self._graphs[key] = DecodeGraph(
             key.rows, batch, tensors, forward, logits, self._keys.own_counts(key.rows)[key.own]
         )
@@ -227,11 +237,16 @@ class DecodeGraphs:
         them (see ``ops.triton.ahead``). Return the logits, whose values are undefined. The inputs of the step are those
         of the last step of this kind. With ``attend`` False, leave attention out."""
         batch, tensors, own = self._planned(key, plan=attend)
+        with self._with_adapters(key):
+            return self._first_layers(batch, tensors, own, layers, attend=attend)
+
+    def _first_layers(
+        self, batch: Batch, tensors: DecodeTensors, own: DecodeTensors | None, layers: int, *, attend: bool = True
+    ) -> torch.Tensor:
         tensors.compute(self._inputs, batch.shared)
         if own is not None:
             own.compute(self._inputs, None)
-        with self._with_adapters(key):
-            return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
+        return self._model.logits(first_layers(self._model, batch, layers, attend=attend))
 
     def _with_adapters(self, key: GraphKey) -> AbstractContextManager[None]:
         """Let the layers compute the adapters that ``EngineAdapters.send`` sends, if rows of ``key`` may have adapters."""

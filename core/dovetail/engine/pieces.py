@@ -47,10 +47,16 @@ PIECES_NEEDED = 4
 graph per layer, whose captures take longer than that of a decode step, and saves only the time of launches."""
 
 
-def launch_bound(model: ModelArchitecture, mesh: Mesh) -> int:
-    """Return the number of tokens up to which the device would wait for the host if steps were launched kernel by
-    kernel. It is rounded down to a multiple of 128 and is at most ``MOST_TOKENS``, because every captured size takes
-    memory."""
+class StepSeconds(NamedTuple):
+    """Estimate what steps with prompts take: ``token`` is the time in which the device computes one token, ``launch`` that in
+    which the host launches a step kernel by kernel."""
+
+    token: float
+    launch: float
+
+
+def step_seconds(model: ModelArchitecture, mesh: Mesh) -> StepSeconds:
+    """Return the estimate for this rank's share of ``model``."""
     rows = mesh.tp.ragged_share(model.info.vocab_size)[1]
     module = as_module(model)
     layers = layers_of_experts(module)
@@ -59,8 +65,14 @@ def launch_bound(model: ModelArchitecture, mesh: Mesh) -> int:
     dense = max(model.info.num_layers - len(layers), 0)
     quantized = any(isinstance(layer, Linear) and layer.method is not None for layer in module.modules())
     seconds = dense * (MORE_LAUNCH_SECONDS if quantized else LAUNCH_SECONDS) + len(layers) * MORE_LAUNCH_SECONDS
-    seconds *= model.info.launch_factor
-    return min(int(seconds * OPERATIONS_PER_SECOND / (2 * max(weights, 1))) // 128 * 128, MOST_TOKENS)
+    return StepSeconds(2 * max(weights, 1) / OPERATIONS_PER_SECOND, seconds * model.info.launch_factor)
+
+
+def launch_bound(seconds: StepSeconds) -> int:
+    """Return the number of tokens up to which the device would wait for the host if steps were launched kernel by
+    kernel. It is rounded down to a multiple of 128 and is at most ``MOST_TOKENS``, because every captured size takes
+    memory."""
+    return min(int(seconds.launch / seconds.token) // 128 * 128, MOST_TOKENS)
 
 
 def _weights_of(parameter: torch.Tensor) -> float:
