@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 from rich.table import Table
-from triton import knobs
 
 from dovetail.ops.norm import rms_norm
+from dovetail.ops.triton import launch
 
 LAUNCHES = 200
 ROUNDS = 40
@@ -44,20 +44,15 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name, run in runs.items():
             found.setdefault(name, []).append(microseconds(run))
-        with_hook = knobs.runtime.launch_enter_hook
-        with_hook.add(_nothing)  # has ``launch`` leave the launch to Triton; the hook itself takes less than 1 us
+        known, launch._RUN = launch._RUN, None  # has ``launch`` leave the launch to Triton
         try:
             found.setdefault("norm, launched by Triton", []).append(microseconds(runs["norm"]))
         finally:
-            with_hook.remove(_nothing)
+            launch._RUN = known
     table = Table("host time of", "us")
     for name, times in found.items():
         table.add_row(name, f"{statistics.median(times):.1f}")
     Console().print(table)
-
-
-def _nothing(metadata: object) -> None:
-    pass
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import cache, driver
 
 from dovetail.interfaces.expert_shapes import SILU, ExpertWeights, RoutingRule
 from dovetail.layers import linear
@@ -36,7 +36,7 @@ from dovetail.ops.triton import (
 )
 from dovetail.ops.triton.ahead import KernelsAhead
 from dovetail.ops.triton.compile_worker import AbsentDevice, Task, WaitingTasks
-from dovetail.ops.triton.driver import start_triton
+from dovetail.ops.triton.driver import start_digest
 from dovetail.ops.triton.kernel_cache import cache_directory
 from dovetail.ops.triton.launch import INTERPRETED
 from dovetail.ops.triton.tuning import ProductTile
@@ -62,11 +62,13 @@ def device(monkeypatch, tmp_path):
     )
     before = driver._active
     driver.set_active(AbsentDevice(90))
-    start_triton.cache_clear()
+    monkeypatch.setattr(cache, "triton_key", cache.triton_key)
+    start_digest.cache_clear()
     forget()
     yield tmp_path
     forget()
-    start_triton.cache_clear()
+    start_digest().join()
+    start_digest.cache_clear()
     driver._active = before
     assert knobs.runtime.jit_cache_hook is None, "the hook outlives what it was needed for"
 

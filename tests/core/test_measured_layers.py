@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -23,9 +26,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def llama(layers: int) -> nn.Module:
+def llama(layers: int) -> Any:
     config = SIZES | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers}
-    return as_module(build_model(DenseModel, describe_llama(config), META, torch.bfloat16))
+    return build_model(DenseModel, describe_llama(config), META, torch.bfloat16)
 
 
 @pytest.mark.parametrize("layers", [2 * SIMILAR_LAYERS + 1, 32])
@@ -42,7 +45,7 @@ def attention_of(model: nn.Module) -> list[SelfAttention]:
 
 
 @pytest.mark.parametrize("place", [SIMILAR_LAYERS - 1, SIMILAR_LAYERS, 19])
-@pytest.mark.parametrize("what", ["window", "size", "dtype", "module"])
+@pytest.mark.parametrize("what", ["window", "scale", "size", "dtype", "module"])
 def test_a_layer_of_another_kind_must_be_among_the_first(place: int, what: str) -> None:
     model = llama(20)
     layer = attention_of(model)[place]
@@ -52,6 +55,8 @@ def test_a_layer_of_another_kind_must_be_among_the_first(place: int, what: str) 
             info = describe_mistral(windowed | {"num_hidden_layers": 1})
             [other] = attention_of(as_module(build_model(DenseModel, info, META, torch.bfloat16)))
             layer.constants = other.constants
+        case "scale":  # GPT-2 may scale by layer, and FlashInfer plans for each scale
+            layer.constants = replace(layer.constants, scale=0.5)
         case "size":
             layer.out.weight = nn.Parameter(layer.out.weight[:8], requires_grad=False)
         case "dtype":
@@ -59,3 +64,11 @@ def test_a_layer_of_another_kind_must_be_among_the_first(place: int, what: str) 
         case _:
             layer.more = nn.Identity()
     assert measured_layers(model) == (2 * SIMILAR_LAYERS if place < SIMILAR_LAYERS else None)
+
+
+@pytest.mark.parametrize("count", [12, 20])
+def test_another_stack_of_modules_is_not_taken_for_the_layers(count: int) -> None:
+    """If it has as many entries as the model has layers, it is not known which of the two are the layers."""
+    model = llama(20)
+    model.tower = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+    assert measured_layers(model) == (None if count == 20 else 2 * SIMILAR_LAYERS)

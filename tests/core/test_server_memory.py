@@ -76,6 +76,17 @@ def test_collections_that_are_disabled_stay_so():
     assert gc.isenabled()
 
 
+def test_collections_go_on_after_the_last_of_several_pauses():
+    """A thread may import a module while another captures a graph, and end before or after it."""
+    first, second = pause_collections(), pause_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 class Open(Connection):
     unsent = 0
 

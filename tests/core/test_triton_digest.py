@@ -15,7 +15,7 @@ import pytest
 from dovetail.ops.triton.digest import kept_digest
 
 TWO_PROCESSES = """
-import builtins, sys, time
+import builtins
 from triton.runtime import cache
 original, opened = builtins.open, []
 def record(file, *args, **kwargs):
@@ -72,6 +72,15 @@ def test_a_changed_file_has_another_digest(package: Path, name: str, change: str
     assert digests(package, "second", "unused") == ["second"] * 2
 
 
+def test_files_behind_a_link_count(package: Path, tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/code.py").write_text("before")
+    (package / "linked").symlink_to(tmp_path / "elsewhere")
+    digests(package, "first")
+    (tmp_path / "elsewhere/code.py").write_text("longer than before")
+    assert digests(package, "second") == ["second"]
+
+
 def test_other_files_do_not_count(package: Path):
     digests(package, "first")
     (package / "__pycache__/__init__.cpython-311.pyc").write_text("compiled again")
@@ -79,11 +88,11 @@ def test_other_files_do_not_count(package: Path):
     assert digests(package, "second") == ["first"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"files": {}}'])
-def test_a_file_that_was_cut_is_written_again(package: Path, content: str):
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"files": {}}', "[" * 100_000, None])
+def test_a_file_that_was_cut_or_changed_is_written_again(package: Path, content: str | None):
     digests(package, "first")
     [kept] = package.parent.glob("cache/dovetail-digest/*")
-    kept.write_text(content)
+    kept.write_text(kept.read_text().replace('"first"', "null") if content is None else content)
     assert digests(package, "second", "unused") == ["second"] * 2
 
 

@@ -53,11 +53,13 @@ def test_launches_with_other_options_have_kernels_of_their_own():
 
 
 def test_launches_run_on_the_current_stream_and_are_captured():
-    x = torch.zeros(256, device="cuda")
-    add(x, 5)
+    x, out = torch.zeros(256, device="cuda"), torch.zeros(256, device="cuda")
+    sizes = {"number": 5, "BLOCK": 128}
+    launch(_add, (2,), x, out, 256, **sizes)
+    out.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = add(x, 5)
+        launch(_add, (2,), x, out, 256, **sizes)
     x.fill_(1)
     torch.cuda.synchronize()
     assert out.sum() == 0, "nothing runs during a capture"

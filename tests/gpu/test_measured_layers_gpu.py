@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from dovetail import LLM
-from dovetail.engine.build import as_module
 from dovetail.engine.dry_run import dry_run, measured_layers
 from dovetail.engine.memory import measure_peak
 
@@ -39,7 +38,7 @@ def test_the_first_layers_take_the_memory_of_all(tmp_path: Path, config: dict[st
     (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(str(tmp_path), model={"load_format": "dummy"}, grammar="none", memory={"num_pages": 700}) as llm:
         engine: Any = llm.loop.executor.rank.engine  # type: ignore[attr-defined]
-        layers = measured_layers(as_module(engine.model))
+        layers = measured_layers(engine.model)
         assert layers is not None
         given = engine.model, engine.eager_runner.prefill, engine.pool, [5000, 3000, 1, 1], 64
         peaks = [measure_peak(lambda n=n: dry_run(*given, n), engine.device) for n in (layers, None, layers)]

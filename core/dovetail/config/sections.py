@@ -54,7 +54,7 @@ class GraphsSection(Section):
     )
     capture: Literal["idle", "start"] = Field(
         default="idle",
-        description="`idle`: a size is captured once it is needed repeatedly, or while the engine has nothing to do (the most common ones at the start, if all kernels are in Triton's cache; of large models, whose prompts take the device much longer than the host, only those without shared prefixes); `start`: all before the engine is ready. A step whose capture fails is launched kernel by kernel.",
+        description="`idle`: a size is captured once it is needed repeatedly, or while the engine has nothing to do. If all kernels are in Triton's cache, the most common sizes are captured at the start; a large model on one GPU then leaves out steps with shared prefixes. `start`: all before the engine is ready. A step whose capture fails is launched kernel by kernel.",
     )
 
 

@@ -3,7 +3,6 @@ bring arrays to them."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import warnings
 from collections import Counter
@@ -19,6 +18,7 @@ from rich.progress import track
 from dovetail.engine.device import lost_device
 from dovetail.engine.inputs import Inputs, pack, unpack
 from dovetail.errors import RankLostError
+from dovetail.garbage import pause, resume
 from dovetail.interfaces.mesh import SINGLE, Mesh
 from dovetail.types import PageUpdates
 
@@ -183,7 +183,6 @@ class GraphRecorder:
         # nothing can be captured on the default stream
         current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         self._stream = torch.cuda.Stream(device) if current == default else current
-        self._collects = False  # whether garbage was collected before the capture
         self._warm = False  # whether something has run on the recorder's stream, which allocates its workspaces
 
     def record(
@@ -246,8 +245,7 @@ class GraphRecorder:
         record an event on this stream, which would become part of the graph and could never be queried.
         """
         graph = torch.cuda.CUDAGraph()
-        self._collects = gc.isenabled()
-        gc.disable()
+        pause()
         try:
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         except BaseException:
@@ -264,7 +262,7 @@ class GraphRecorder:
         except BaseException:
             self.abandon(graph)
             raise
-        self._collect_again()
+        resume()
         if self._is_new:
             self._kept.append(graph)
             self._is_new = False
@@ -283,11 +281,7 @@ class GraphRecorder:
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
             self._memory, self._is_new = torch.cuda.graph_pool_handle(), True
         finally:
-            self._collect_again()
-
-    def _collect_again(self) -> None:
-        if self._collects:
-            gc.enable()
+            resume()
 
     @contextmanager
     def beside(self) -> Iterator[None]:

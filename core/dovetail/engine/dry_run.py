@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dovetail.engine.build import as_module
 from dovetail.engine.captures import NO_UPDATES
 from dovetail.engine.grouped import backends_of, pools_of
 from dovetail.engine.states import padding
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 
 SIMILAR_LAYERS = 4
-"""The largest step is measured over twice this number of attention and state operations if each further layer of the model
-is like one of the first this many: a layer has one or two such operations, and takes the memory of the one before it."""
+"""The largest step is measured over twice this number of attention operations if each layer of the model is like one of the first
+this many: layers have one such operation, or two, and each uses the memory of the one before it."""
 
 
 @torch.inference_mode()
@@ -96,14 +97,18 @@ def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend:
         own.attn = attn
 
 
-def measured_layers(module: nn.Module) -> int | None:
-    """Return the number of layers (see ``first_layers``) in which a step of a model allocates as much memory as in all of
-    them, or None if that is not known: some layer has modules, parameters or a kind of attention that the first
-    ``SIMILAR_LAYERS`` do not have."""
-    stacks = (list(one) for one in module.modules() if isinstance(one, nn.ModuleList))
-    layers = next((stack for stack in stacks if len(stack) > 2 * SIMILAR_LAYERS), [])
-    kinds = [_kind(layer) for layer in layers]
-    return 2 * SIMILAR_LAYERS if kinds and all(kind in kinds[:SIMILAR_LAYERS] for kind in kinds) else None
+def measured_layers(model: ModelArchitecture) -> int | None:
+    """Return the number of attention operations (see ``first_layers``) up to which a step of a model launches the kernels of
+    all layers and allocates as much memory, or None if that is not known: some layer has modules, parameters or a kind of attention that the first
+    ``SIMILAR_LAYERS`` do not have, the model has no list of its layers, or several, or its layers keep states."""
+    if any(group.states for group in model.info.cache_groups):
+        return None
+    lists = (list(one) for one in as_module(model).modules() if isinstance(one, nn.ModuleList))
+    stacks = [one for one in lists if len(one) == model.info.num_layers]
+    if len(stacks) != 1 or len(stacks[0]) <= 2 * SIMILAR_LAYERS:
+        return None
+    kinds = [_kind(layer) for layer in stacks[0]]
+    return 2 * SIMILAR_LAYERS if all(kind in kinds[:SIMILAR_LAYERS] for kind in kinds) else None
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
@@ -113,7 +118,15 @@ def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
             name,
             type(module),
             [(own, value.shape, value.dtype) for own, value in module.named_parameters(recurse=False)],
-            [(value.window, value.soft_cap) for value in vars(module).values() if isinstance(value, AttentionLayer)],
+            [(own, value.shape, value.dtype) for own, value in module.named_buffers(recurse=False)],
+            type(getattr(module, "method", None)),
+            getattr(module, "counts", None),
+            getattr(module, "adapters", None) is None,
+            [
+                (value.window, value.soft_cap, value.scale)
+                for value in vars(module).values()
+                if isinstance(value, AttentionLayer)
+            ],
         )
         for name, module in layer.named_modules()
     ]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder
-from dovetail.engine.dry_run import first_layers
+from dovetail.engine.dry_run import first_layers, measured_layers
 from dovetail.engine.graph_keys import GraphKey, GraphKeys
 from dovetail.engine.grouped import backends_of, mixer_of, pools_of, states_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
     from dovetail.interfaces.model import ModelArchitecture
 
 log = logging.getLogger(__name__)
-
-LOADING_LAYERS = 8
-"""The number of layers that run before a step is captured. They launch all kernels of most models; otherwise the capture may fail, and
-is repeated after the whole step has run (see ``GraphRecorder.record``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +107,7 @@ class DecodeGraphs:
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._context_len, self._watch, self._load = context_len, watch, load
+        self._loading_layers = measured_layers(model)
         self.refused: set[GraphKey] = set()
         self.loaded: set[GraphKey] = set()  # keys whose kernels are loaded onto the device
         self._graphs: dict[GraphKey, DecodeGraph] = {}
@@ -202,7 +199,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
         """Capture the step of ``key`` and return its graph. The host needs little more than the time in which it launches the
-        step: before the capture only the first layers run, which load the kernels."""
+        step if the first layers have all kernels of the model (``measured_layers``): then only they run before the capture."""
         start = time.perf_counter()
         batch, tensors, own = self._planned(key)
 
@@ -217,9 +214,9 @@ class DecodeGraphs:
 
         def load() -> None:
             self._staging.send(pack(self._padding(key)))
-            if self._load is None:
-                self._first_layers(batch, tensors, own, LOADING_LAYERS)
-            else:  # it counts the experts of all layers
+            if self._load is None and self._loading_layers is not None:
+                self._first_layers(batch, tensors, own, self._loading_layers)
+            else:  # ``self._load`` counts the experts of all layers
                 step()
 
         with self._with_adapters(key):

@@ -63,7 +63,9 @@ def measure_needs(
     rows = config.scheduler.rows
     whole, rest = divmod(config.scheduler.chunk, context_len)
     lens = [context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
-    backend, layers = attention(), measured_layers(as_module(model))
+    backend, layers = attention(), measured_layers(model)
+    if config.metrics.expert_load is not None:  # routers of all layers keep what they have chosen
+        layers = None
 
     def largest_steps() -> None:
         dry_run(model, backend, pool, lens, rows, layers)

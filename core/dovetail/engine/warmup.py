@@ -62,7 +62,8 @@ MOST_PROCESSES = 32
 """There are at most this many processes that compile kernels, and about as many as processors."""
 
 LARGE_STEPS = 5.0
-"""See ``WarmUp.start``. The ratio is 18 for Llama-3.1-8B on an H200 and 1.2 for Qwen3-0.6B."""
+"""The ratio of the device's time for the largest prompts of a step to the host's time for launching them from which on fewer steps are
+captured at the start (``WarmUp.start``). By the estimates of ``step_seconds`` it is 18 for Llama-3.1-8B on an H200 and 1.2 for Qwen3-0.6B."""
 
 BUSY_TOKENS = 1024
 """Steps with prompts of at least this number of tokens take the device longer than a capture takes the host, or about
@@ -202,7 +203,7 @@ class WarmUp:
         that are most likely, within a second. Return True if this is done.
 
         If the largest prompts of a step, of ``chunk`` tokens, take the device ``LARGE_STEPS`` times as long as the host needs to
-        launch them, the steps with shared prefixes are captured when they are needed: such a capture then delays requests by little
+        launch them, the steps with shared prefixes are captured when they are needed or while the engine is idle: such a capture then delays requests by little
         compared with the prompts before it. Several ranks capture all steps now, because they capture none between steps."""
         self._likely = [GraphKey(rows, shared) for rows in reversed(graphs.sizes) for shared in graphs.shared]
         compiled = self._kernels is not None and self._kernels.wait(0.0)

@@ -94,7 +94,7 @@ class LLM:
 
             config, registry = setup(files, env=os.environ, arguments=sections)
             machine = Machine.detect(config.device)
-            prepare_kernels(machine.device, config.parallel.tp)
+            prepare_kernels(machine.device_type)
             self.resolved = resolve(config, registry, machine)
             has_tokenizer = config.model.tokenizer or (self.resolved.model_dir / "tokenizer.json").is_file()
             self.tokenizer = load_tokenizer(config) if has_tokenizer else None

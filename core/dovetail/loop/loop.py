@@ -66,10 +66,14 @@ class Loop:
     def __init__(self, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
         gc.unfreeze()  # so that an earlier loop, which was closed, and its pool are collected
         gc.collect()
-        gc.freeze()  # modules stay: the collections in ``Engine`` need not visit them
+        gc.freeze()  # modules stay: ``measure_peak`` and the end of this method collect what is new
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
-        self.executor = build_executor(resolved, eos)
+        try:
+            self.executor = build_executor(resolved, eos)
+        except BaseException:
+            gc.unfreeze()
+            raise
         try:
             self.constraints = build_constraints(resolved, tokenizer, eos)
             self.scheduler = build_scheduler(resolved, self.executor, self.constraints, tokenizer, eos)
@@ -77,6 +81,7 @@ class Loop:
             self._adapters = AdapterLoader(section, self.scheduler, self.executor) if section.enabled else None
         except BaseException:
             self.executor.close()
+            gc.unfreeze()
             raise
         self.overlap = resolved.config.scheduler.overlap is True
         self._failures = FailureHandler(resolved, self.executor, self.scheduler)

@@ -1,21 +1,19 @@
-"""Begin with what kernels need, before the engine is built."""
+"""Prepare the caches of kernels, before components are chosen and the engine is built."""
 
 from __future__ import annotations
 
 import importlib.util
 
-import torch
-
 from dovetail.ops.compiled_files import remove_cut_kernels
 
 
-def prepare_kernels(device: str, ranks: int) -> None:
-    """Remove kernels that were cut, and start Triton for ``device`` in threads if this process will use it: several ``ranks`` may
-    have processes of their own. On a CPU, do nothing."""
-    if not device.startswith("cuda"):
+def prepare_kernels(device_type: str) -> None:
+    """Remove truncated files from the caches of kernels, and have a thread read the digest that Triton needs for its first kernel. Does
+    nothing unless ``device_type`` is ``cuda``. Does not use the device, which other processes may serve."""
+    if device_type != "cuda":
         return
     remove_cut_kernels()
-    if ranks == 1 and importlib.util.find_spec("triton"):
-        from dovetail.ops.triton.driver import start_triton
+    if importlib.util.find_spec("triton"):
+        from dovetail.ops.triton.driver import start_digest
 
-        start_triton(torch.device(device))
+        start_digest()

@@ -93,7 +93,7 @@ def open_loop(config: Config) -> Iterator[EngineLoop]:
         from dovetail.registry.resolver import resolve
 
         machine = Machine.detect(config.device)
-        prepare_kernels(machine.device, config.parallel.tp)
+        prepare_kernels(machine.device_type)
         resolved = resolve(config, load_plugins(config.plugins), machine)
         tokenizer = load_tokenizer(config)
     loop = Loop(resolved, tokenizer)

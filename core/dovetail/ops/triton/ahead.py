@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from dovetail.ops.triton.driver import start_triton
+from dovetail.ops.triton.driver import start_digest, start_driver
 from dovetail.ops.triton.kernel_cache import cache_directory, kernels_of_mark, mark_file, write_mark
 from dovetail.ops.triton.launch import INTERPRETED
 
@@ -108,8 +108,9 @@ class KernelsAhead:
         self._kernels_before = kernels_of_mark(self._complete, settings) if settings else 0
         self._releasing = self._closed = False
         self._began = time.perf_counter()
-        self._triton = None if INTERPRETED else start_triton(device)
-        self._active = self._triton is not None and self._hooked(None, self._hook)
+        # the driver is built beside the digest: the first is needed to note kernels, both to load them
+        self._starting = () if INTERPRETED else (start_digest(), start_driver(device))
+        self._active = not INTERPRETED and self._hooked(None, self._hook)
         if self._active and not self._complete.exists():
             self.start()
 
@@ -134,8 +135,8 @@ class KernelsAhead:
     def _instead(self, mode: str) -> Iterator[None]:
         from triton.runtime.jit import JITFunction
 
-        if self._triton is not None:
-            self._triton.wait_for_driver()
+        if self._starting:
+            self._starting[1].join()
         owner = threading.get_ident()
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -163,8 +164,8 @@ class KernelsAhead:
 
     def wait_for_triton(self) -> None:
         """Wait until Triton can load kernels. A thread that launched one earlier would do what another does already."""
-        if self._triton is not None:
-            self._triton.wait()
+        for thread in self._starting:
+            thread.join()
 
     @property
     def is_active(self) -> bool:

@@ -1,6 +1,6 @@
-"""Start Triton in threads, while the engine does other things.
+"""Prepare Triton in threads, while the engine does other things.
 
-Before its first kernel runs, Triton makes what launches kernels on a device (with an empty cache, this compiles C), and
+Before its first kernel runs, Triton builds its driver, a C module that launches kernels (compiled if the cache is empty), and
 needs the digest of its own files (see ``digest``), which takes most of a second if it is not kept.
 """
 
@@ -15,35 +15,26 @@ import torch
 from dovetail.ops.triton.digest import use_kept_digest
 
 
-class TritonStart:
-    """Start Triton for ``device``, or for the current device if it is None."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        # here, because two threads that import Triton at the same time may see modules that are not complete
-        import triton  # noqa: F401
-
-        self._driver = threading.Thread(target=_make_driver, args=(device,), name="triton-driver", daemon=True)
-        self._digest = threading.Thread(target=use_kept_digest, name="triton-digest", daemon=True)
-        self._driver.start()
-        self._digest.start()
-
-    def wait_for_driver(self) -> None:
-        """Wait until the specializations of kernels can be computed."""
-        self._driver.join()
-
-    def wait(self) -> None:
-        """Wait until kernels can be loaded from the cache."""
-        self._driver.join()
-        self._digest.join()
-
-
 @functools.cache
-def start_triton(device: torch.device | None) -> TritonStart:
-    """Start Triton for ``device``. Calls after the first return the same object."""
-    return TritonStart(device)
+def start_digest() -> threading.Thread:
+    """Start the thread that reads or computes the digest of Triton's files. Needs no device. Calls after the first return the same thread."""
+    # Import Triton here: two threads that import it at the same time may see modules that are not complete.
+    import triton  # noqa: F401
+
+    return _started(threading.Thread(target=use_kept_digest, name="triton-digest", daemon=True))
 
 
-def _make_driver(device: torch.device | None) -> None:
+def start_driver(device: torch.device | None) -> threading.Thread:
+    """Start a thread that builds Triton's driver for ``device``, or for the current device if it is None."""
+    return _started(threading.Thread(target=_build_driver, args=(device,), name="triton-driver", daemon=True))
+
+
+def _started(thread: threading.Thread) -> threading.Thread:
+    thread.start()
+    return thread
+
+
+def _build_driver(device: torch.device | None) -> None:
     from triton.runtime import driver
 
     with suppress(Exception):  # the first launch raises what is wrong

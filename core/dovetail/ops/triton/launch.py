@@ -21,8 +21,9 @@ Triton compiles a kernel anew if a pointer is not a multiple of 16, unless the k
 ``do_not_specialize_on_alignment``. Kernels name the arguments from which a program reads single numbers, such as
 positions: they are often views of a packed copy, whose addresses vary.
 
-``launch`` finds a kernel that was launched before by what Triton's binder makes of its arguments, and launches it as
-``JITFunction.run`` does, in two thirds of the time (``benchmarks/launch_cost_gpu.py``).
+``launch`` finds a kernel that was launched before by what Triton's binder makes of its arguments, and launches it in two
+thirds of the time of ``JITFunction.run`` (``benchmarks/launch_cost_gpu.py``, docs/benchmarks.md). It does not check whether global
+constants or Triton's settings (``knobs``), other than hooks of launches, have changed since the first launch.
 """
 
 from __future__ import annotations
