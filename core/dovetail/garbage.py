@@ -33,8 +33,8 @@ def resume() -> None:
 
 @contextmanager
 def pause_collections() -> Iterator[None]:
-    """Collect no garbage while a process imports what it runs. Modules stay, and each full collection would visit all that are
-    loaded, those of torch included."""
+    """Pause collections in the block, in all threads. Used while modules are imported: they stay, and each full collection would visit
+    all that are loaded, those of torch included."""
     pause()
     try:
         yield

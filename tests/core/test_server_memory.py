@@ -4,14 +4,12 @@
 """
 
 import asyncio
-import gc
 import subprocess
 import sys
 
 import pytest
 
 from dovetail.config.server import LimitsSection
-from dovetail.garbage import pause_collections
 from dovetail.server import connections
 from dovetail.server.connections import Connection, ConnectionGuard, ConnectionState
 
@@ -61,30 +59,6 @@ def test_nothing_is_collected_while_an_engine_process_imports():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_collections_that_are_disabled_stay_so():
-    gc.disable()
-    try:
-        with pause_collections():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    with pytest.raises(ValueError, match="broken"), pause_collections():
-        raise ValueError("broken")
-    assert gc.isenabled()
-
-
-def test_collections_go_on_after_the_last_of_several_pauses():
-    """A thread may import a module while another captures a graph, and end before or after it."""
-    first, second = pause_collections(), pause_collections()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not gc.isenabled()
-    second.__exit__(None, None, None)
-    assert gc.isenabled()
 
 
 class Open(Connection):

@@ -37,7 +37,7 @@ class FakeKernels:
     """Stand in for kernels that other processes compile. ``mode`` is what happens instead of launches."""
 
     def __init__(self, compiled):
-        self.compiled, self.mode = compiled, None
+        self.compiled, self.mode, self.waited = compiled, None, False
 
     is_active, is_known, counts, directory, position = True, False, KernelCounts(), "nowhere", 0
 
@@ -46,6 +46,7 @@ class FakeKernels:
 
     def wait_for_triton(self):
         assert self.mode is None
+        self.waited = True
 
     @contextmanager
     def noting(self):
@@ -266,6 +267,7 @@ def test_memory_is_measured_without_waiting_for_kernels(compiled, attends, other
     warm_up._attend_prefill = attends
     with warm_up.measuring():
         assert warm_up._kernels.mode == expected
+        assert warm_up._kernels.waited == (expected is None), "kernels are launched before Triton can load them"
     assert warm_up._kernels.mode is None
     warm_up._kernels = None
     with warm_up.measuring():

@@ -192,7 +192,7 @@ class GraphRecorder:
         ``step``. Return the graph and the result of the captured run. With ``loaded``, everything is loaded already, and nothing
         runs before the capture. The host does not wait for the device, and memory that is free stays reserved, so that other
         steps are hardly delayed. If the capture fails, on this rank or on another, give free memory back to the device,
-        run ``load`` and ``step``, and capture once more: the collectives of ``step`` must run on all ranks or on none."""
+        run ``step``, and capture it once more: the collectives of ``step`` must run on all ranks or on none."""
         if not (loaded and self._warm):
             self.warm_up(load or step)
         captured = None
@@ -207,8 +207,6 @@ class GraphRecorder:
         captured = None  # frees what this rank has captured
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        if load is not None:
-            self.warm_up(load)
         self.warm_up(step)
         return self._capture(step)
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 SIMILAR_LAYERS = 4
-"""The largest step is measured over twice this number of attention operations if each layer of the model is like one of the first
-this many: layers have one such operation, or two, and each uses the memory of the one before it."""
+"""If each layer of a model is like one of the first layers, of which there are this many, twice this number of attention operations
+represents all of them: a layer has one or two."""
 
 
 @torch.inference_mode()
@@ -97,10 +97,11 @@ def first_layers(model: ModelArchitecture, batch: Batch, layers: int, *, attend:
         own.attn = attn
 
 
-def measured_layers(model: ModelArchitecture) -> int | None:
-    """Return the number of attention operations (see ``first_layers``) up to which a step of a model launches the kernels of
-    all layers and allocates as much memory, or None if that is not known: some layer has modules, parameters or a kind of attention that the first
-    ``SIMILAR_LAYERS`` do not have, the model has no list of its layers, or several, or its layers keep states."""
+def representative_layers(model: ModelArchitecture) -> int | None:
+    """Return the number of attention operations (see ``first_layers``) in which a step of a model launches the kernels of all
+    layers and allocates as much memory as in all layers. Return None if that is not known: some layer has modules, parameters or a
+    kind of attention that the first ``SIMILAR_LAYERS`` do not have, the model has no list of its layers or several, or its layers
+    keep states."""
     if any(group.states for group in model.info.cache_groups):
         return None
     lists = (list(one) for one in as_module(model).modules() if isinstance(one, nn.ModuleList))
@@ -112,7 +113,7 @@ def measured_layers(model: ModelArchitecture) -> int | None:
 
 
 def _kind(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """Return what layers have in common whose forward passes take the same memory."""
+    """Return what two layers have in common if their forward passes launch the same kernels and take the same memory."""
     return [
         (
             name,

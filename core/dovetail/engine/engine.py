@@ -143,6 +143,7 @@ class Engine:
         self._draft_runtime = EngineDraftRuntime(resolved, self.model, self.device, self._dtype, mesh, stored)
         self.drafter = self._build_drafter(resolved)
         self.watched = self._draft_runtime.watched
+        self._step_seconds = step_seconds(self.model, mesh)
         requested = config.graphs.piecewise_tokens
         self._piece_tokens = mesh.tp.min(self._useful_pieces()) if requested is None else requested
         if mesh.attention == "data" or (backend is not None and Feature.EXPERTS_GRAPH not in backend.spec.offers):
@@ -165,7 +166,7 @@ class Engine:
 
     def _useful_pieces(self) -> int:
         """Return the number of tokens up to which this rank should capture steps with prompts."""
-        tokens = launch_bound(step_seconds(self.model, self.mesh))
+        tokens = launch_bound(self._step_seconds)
         if self.device.type == "cpu":
             return tokens
         memory = torch.cuda.mem_get_info(self.device)[0] * self._config.memory.fraction
@@ -321,7 +322,7 @@ class Engine:
         if config.graphs.capture == "start":
             capture_all(graphs, "decode steps", self.mesh)
         else:
-            self.warm_up.start(graphs, step_seconds(self.model, self.mesh), config.scheduler.chunk)
+            self.warm_up.start(graphs, self._step_seconds, config.scheduler.chunk)
         return graphs
 
     def _build_pieces(self, config: Config) -> PiecewiseGraphs | None:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from dovetail.engine.captures import NO_UPDATES, GraphRecorder, Staging, ladder
-from dovetail.engine.dry_run import first_layers, measured_layers
+from dovetail.engine.dry_run import first_layers, representative_layers
 from dovetail.engine.graph_keys import GraphKey, GraphKeys
 from dovetail.engine.grouped import backends_of, mixer_of, pools_of, states_of
 from dovetail.engine.inputs import DecodeTensors, Inputs, decode_arrays, pack, unpack
@@ -107,7 +108,7 @@ class DecodeGraphs:
         self.seconds = 0.0  # spent on captures
         self._model, self._inputs, self._pool, self._backend = model, inputs, pool, backend
         self._context_len, self._watch, self._load = context_len, watch, load
-        self._loading_layers = measured_layers(model)
+        self._loading_layers = representative_layers(model)
         self.refused: set[GraphKey] = set()
         self.loaded: set[GraphKey] = set()  # keys whose kernels are loaded onto the device
         self._graphs: dict[GraphKey, DecodeGraph] = {}
@@ -199,7 +200,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> DecodeGraph:
         """Capture the step of ``key`` and return its graph. The host needs little more than the time in which it launches the
-        step if the first layers have all kernels of the model (``measured_layers``): then only they run before the capture."""
+        step if the first layers have all kernels of the model (``representative_layers``): then only they run before the capture."""
         start = time.perf_counter()
         batch, tensors, own = self._planned(key)
 
@@ -212,13 +213,10 @@ class DecodeGraphs:
                 self._load.add(batch)
             return self._model.logits(hidden)
 
-        def load() -> None:
-            self._staging.send(pack(self._padding(key)))
-            if self._load is None and self._loading_layers is not None:
-                self._first_layers(batch, tensors, own, self._loading_layers)
-            else:  # ``self._load`` counts the experts of all layers
-                step()
-
+        load = None  # the whole step, also if ``self._load`` counts the experts of all layers
+        if self._load is None and self._loading_layers is not None:
+            load = partial(self._first_layers, batch, tensors, own, self._loading_layers)
+        self._staging.send(pack(self._padding(key)))
         with self._with_adapters(key):
             forward, logits = self._recorder.record(step, load, loaded=key in self.loaded)
         graph = self._graphs[key] = DecodeGraph(

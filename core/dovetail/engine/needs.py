@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dovetail.engine.build import as_module
 from dovetail.engine.captures import ladder
-from dovetail.engine.dry_run import dry_run, measured_layers
+from dovetail.engine.dry_run import dry_run, representative_layers
 from dovetail.engine.expansion import Expansion
 from dovetail.engine.memory import Needs, measure_peak, module_bytes
 from dovetail.engine.pieces import token_ladder
@@ -52,7 +52,7 @@ def measure_needs(
     graphs: GraphNeeds,
     adapters: EngineAdapters | None = None,
 ) -> Needs:
-    """Run the largest step over ``pool``, which has one page besides page 0, or as many of its layers as ``measured_layers``
+    """Run the largest step over ``pool``, which has one page besides page 0, or as many of its layers as ``representative_layers``
     says. Return the memory that it takes in addition to weights and pool, expanded latents included, and an estimate of what graphs will take. With ``adapters``, the step runs
     without and with an active adapter, and the larger number counts. On a CPU only the weights are counted.
     ``local`` describes this rank's share of the model, and ``attention`` builds the backend that attends in steps with
@@ -63,7 +63,7 @@ def measure_needs(
     rows = config.scheduler.rows
     whole, rest = divmod(config.scheduler.chunk, context_len)
     lens = [context_len] * whole + [rest] * (rest > 0) + [1] * (rows * config.scheduler.mixed)
-    backend, layers = attention(), measured_layers(model)
+    backend, layers = attention(), representative_layers(model)
     if config.metrics.expert_load is not None:  # routers of all layers keep what they have chosen
         layers = None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import QueueFullError, RequestError
@@ -69,20 +70,15 @@ class Loop:
         gc.freeze()  # modules stay: ``measure_peak`` and the end of this method collect what is new
         self.resolved = resolved
         eos = frozenset(resolved.model_info.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
-        try:
+        with ExitStack() as undo:
+            undo.callback(gc.unfreeze)
             self.executor = build_executor(resolved, eos)
-        except BaseException:
-            gc.unfreeze()
-            raise
-        try:
+            undo.callback(self.executor.close)
             self.constraints = build_constraints(resolved, tokenizer, eos)
             self.scheduler = build_scheduler(resolved, self.executor, self.constraints, tokenizer, eos)
             section = resolved.config.adapters
             self._adapters = AdapterLoader(section, self.scheduler, self.executor) if section.enabled else None
-        except BaseException:
-            self.executor.close()
-            gc.unfreeze()
-            raise
+            undo.pop_all()
         self.overlap = resolved.config.scheduler.overlap is True
         self._failures = FailureHandler(resolved, self.executor, self.scheduler)
         self._guard = DrafterGuard(self.executor, self.scheduler, self._failures)

@@ -1,6 +1,6 @@
 """Test that a step takes as much memory in the layers that are measured as in all of them.
 
-Run on a GPU machine: python -m pytest tests/gpu/test_measured_layers_gpu.py
+Run on a GPU machine: python -m pytest tests/gpu/test_representative_layers_gpu.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dovetail import LLM
-from dovetail.engine.dry_run import dry_run, measured_layers
+from dovetail.engine.dry_run import dry_run, representative_layers
 from dovetail.engine.memory import measure_peak
 
 pytestmark = [
@@ -38,7 +38,7 @@ def test_the_first_layers_take_the_memory_of_all(tmp_path: Path, config: dict[st
     (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(str(tmp_path), model={"load_format": "dummy"}, grammar="none", memory={"num_pages": 700}) as llm:
         engine: Any = llm.loop.executor.rank.engine  # type: ignore[attr-defined]
-        layers = measured_layers(engine.model)
+        layers = representative_layers(engine.model)
         assert layers is not None
         given = engine.model, engine.eager_runner.prefill, engine.pool, [5000, 3000, 1, 1], 64
         peaks = [measure_peak(lambda n=n: dry_run(*given, n), engine.device) for n in (layers, None, layers)]

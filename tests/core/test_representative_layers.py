@@ -1,6 +1,6 @@
 """Test for which models the memory of a step is measured over the first layers only.
 
-.venv/bin/python -m pytest -q tests/core/test_measured_layers.py
+.venv/bin/python -m pytest -q tests/core/test_representative_layers.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dovetail.engine.build import as_module, build_model
-from dovetail.engine.dry_run import SIMILAR_LAYERS, measured_layers
+from dovetail.engine.dry_run import SIMILAR_LAYERS, representative_layers
 from dovetail.layers.attention import SelfAttention
 from dovetail_models.dense import DenseModel
 from dovetail_models.dense_describe import describe_llama, describe_mistral
@@ -33,11 +33,11 @@ def llama(layers: int) -> Any:
 
 @pytest.mark.parametrize("layers", [2 * SIMILAR_LAYERS + 1, 32])
 def test_equal_layers_are_measured_once(layers: int) -> None:
-    assert measured_layers(llama(layers)) == 2 * SIMILAR_LAYERS
+    assert representative_layers(llama(layers)) == 2 * SIMILAR_LAYERS
 
 
 def test_few_layers_are_all_measured() -> None:
-    assert measured_layers(llama(2 * SIMILAR_LAYERS)) is None
+    assert representative_layers(llama(2 * SIMILAR_LAYERS)) is None
 
 
 def attention_of(model: nn.Module) -> list[SelfAttention]:
@@ -63,7 +63,7 @@ def test_a_layer_of_another_kind_must_be_among_the_first(place: int, what: str) 
             layer.out.weight = nn.Parameter(layer.out.weight.to(torch.int8), requires_grad=False)
         case _:
             layer.more = nn.Identity()
-    assert measured_layers(model) == (2 * SIMILAR_LAYERS if place < SIMILAR_LAYERS else None)
+    assert representative_layers(model) == (2 * SIMILAR_LAYERS if place < SIMILAR_LAYERS else None)
 
 
 @pytest.mark.parametrize("count", [12, 20])
@@ -71,4 +71,4 @@ def test_another_stack_of_modules_is_not_taken_for_the_layers(count: int) -> Non
     """If it has as many entries as the model has layers, it is not known which of the two are the layers."""
     model = llama(20)
     model.tower = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
-    assert measured_layers(model) == (None if count == 20 else 2 * SIMILAR_LAYERS)
+    assert representative_layers(model) == (None if count == 20 else 2 * SIMILAR_LAYERS)
